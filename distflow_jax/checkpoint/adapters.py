@@ -63,4 +63,6 @@ def _has_adapters(contents: Contents, start: str) -> bool:
 def _saved(contents: Contents, path: pathlib.Path) -> LoraConfig:
     """The adapters by the checkpoint's record, or else by config.json at `path`."""
     saved: Mapping[str, Any] = contents.info.get(LORA) or read_json_object(path)[LORA]
-    return LoraConfig(int(saved["rank"]), float(saved["alpha"]), tuple(saved["targets"]))
+    rank, alpha, targets = int(saved["rank"]), float(saved["alpha"]), tuple(saved["targets"])
+    # earlier versions took settings of adapters that there are not
+    return LoraConfig(rank, alpha, targets) if rank else LoraConfig()

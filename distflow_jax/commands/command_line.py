@@ -1,5 +1,6 @@
 """Parsing of flags, and user errors as one line with exit code 2."""
 
+import ast
 import contextlib
 import errno
 import functools
@@ -9,7 +10,8 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 from absl import app, flags, logging
 from ml_collections import config_flags
@@ -77,6 +79,44 @@ def chosen_keys(values: flags.FlagValues) -> set[str]:
     return set(config_flags.get_override_values(values["config"]))
 
 
+def _check_overrides(argv: Sequence[str], chosen: Collection[str]) -> None:
+    """Raises flags.Error where parsing loses a part of what --config.KEY=VALUE says.
+
+    A whole section would replace values of the config file by defaults, and of a key that stands
+    twice in a dict the first value would be dropped.
+    """
+    known = key_reference.keys()
+    for key in chosen:
+        below = [name for name in known if name.startswith(f"{key}.")]
+        if key not in known and below:
+            raise flags.Error(
+                f"config.{key} is a section of the config: set its keys, such as "
+                f"--config.{below[0]}=VALUE"
+            )
+    for argument in argv:
+        name, _, value = argument.partition("=")
+        if name.lstrip("-").startswith("config.") and (twice := _key_given_twice(value)):
+            raise flags.Error(f"{name.lstrip('-')}: key {twice!r} is given twice in {value}")
+
+
+def _key_given_twice(text: str) -> str | None:
+    """The first key that a dict in a Python literal has twice; None without one."""
+    if "{" not in text:
+        return None
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes: parsing the value warns too
+            tree = ast.parse(text.strip(), mode="eval")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):  # text, or no literal
+        return None
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Dict):
+            keys = [str(key.value) for key in node.keys if isinstance(key, ast.Constant)]
+            twice = [key for i, key in enumerate(keys) if key in keys[:i]]
+            if twice:
+                return twice[0]
+    return None
+
+
 class WrongFlag(ValueError):
     """One line on a flag that cannot be parsed."""
 
@@ -112,6 +152,7 @@ def read_flags(
         if "config" in values:
             # raises here if the config file could not be loaded
             getattr(values["config"].value, "lock", None)
+            _check_overrides(argv, chosen_keys(values))
         if rest[1:] and not takes_arguments:
             raise flags.Error(f"unexpected argument {rest[1]!r}: flags are written --name=value")
     except (OSError, *FLAG_ERRORS) as error:
@@ -179,6 +220,8 @@ def _explain(error: Exception, argv: list[str], values: flags.FlagValues) -> str
         return f"--{required[1]} is missing: give --{required[1]}=VALUE"
     if str(error).startswith(_CONFIG_FILE):
         return str(error)
+    if str(error).endswith("does not take an argument"):  # --noNAME=VALUE, a plain ValueError
+        return f"{error}: --noNAME alone means false; leave out =VALUE"
     if "config" not in values:
         return str(error) if isinstance(error, flags.Error) else None
     flag = values["config"]

@@ -286,7 +286,7 @@ def explain_flag_error(
     """
     argv = list(argv)
     for argument, following in zip(argv, [*argv[1:], ""], strict=True):
-        given = re.fullmatch(r"--?(?:no)?config\.([^=]+)(=.*)?", argument, re.DOTALL)
+        given = re.fullmatch(r"--?(?:no)?config\.([^=]*)(=.*)?", argument, re.DOTALL)
         if not given:
             continue
         path, value = given[1], given[2][1:] if given[2] else following

@@ -1,7 +1,8 @@
 """Settings of prompts and of their rewards."""
 
+import contextlib
 import dataclasses
-import re
+import datetime
 from collections.abc import Mapping
 from typing import Any
 
@@ -55,7 +56,7 @@ class DataConfig(Section, name="data"):
     def __post_init__(self):
         super().__post_init__()
         check_columns(self.columns, "data.columns")
-        if self.date and not re.fullmatch(r"\d{4}-\d\d-\d\d", self.date):
+        if self.date and not _is_date(self.date):
             raise ValueError(f"data.date must be a date like 2026-01-31, got {self.date!r}")
 
 
@@ -89,7 +90,8 @@ class RewardConfig(Section, name="reward"):
     # number of tokens before the length limit over which DAPO's length penalty increases; below 1:
     # a share of the limit; 0: no penalty
     overlong_buffer: float = setting(0.0, at_least(0))
-    overlong_penalty: float = 1.0  # length penalty at the length limit
+    # length penalty at the length limit, subtracted from the score
+    overlong_penalty: float = setting(1.0, at_least(0))
     overlong_cap: bool = False  # clip the length penalty at -1
 
     def __post_init__(self):
@@ -104,6 +106,13 @@ class RewardConfig(Section, name="reward"):
                 f"reward.num_workers=0 is only for {', '.join(sorted(QUICK))}; {self.function!r} "
                 "may hang or crash, so use at least 1"
             )
+
+
+def _is_date(text: str) -> bool:
+    """Whether a text is a day of the calendar as YYYY-MM-DD."""
+    with contextlib.suppress(ValueError):
+        return str(datetime.date.fromisoformat(text)) == text
+    return False
 
 
 def check_columns(columns: Mapping[str, str], key: str) -> None:

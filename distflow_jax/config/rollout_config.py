@@ -48,7 +48,7 @@ class RolloutConfig(Section, name="rollout"):
     # tokens guessed per step from repeated text (speculative decoding); 0: off
     speculative_tokens: int = setting(0, at_least(0))
     # number of repeated tokens that must precede a guess
-    speculative_ngram: int = setting(2, at_least(1))
+    speculative_ngram: int = setting(2, at_least(1), needs={"speculative_tokens": ()})
     # attention implementation of decode steps, or of prefill if the name serves prefill, see
     # [attention](implementations.md)
     attention: str = setting("auto", one_of(names(DECODE, PREFILL)))
@@ -82,7 +82,8 @@ class RolloutConfig(Section, name="rollout"):
     # maximum share of failed tries, for reset and for step, among the last 256 of a process; above
     # it, the run exits. Checked from the 64th try on
     max_infra_rate: float = setting(0.5, between(0, 1), needs=_WITH_ENVIRONMENT)
-    max_turns: int = setting(4, at_least(1))  # maximum number of the model's turns in a response
+    # maximum number of the model's turns in a response
+    max_turns: int = setting(4, at_least(1), needs=_WITH_ENVIRONMENT)
     # maximum length of a turn in tokens, including the end token; 0: max_response_length
     turn_length: int = setting(0, at_least(0), needs=_WITH_ENVIRONMENT)
 
@@ -117,7 +118,7 @@ class EvalConfig(Section, name="eval"):
     num_samples: int = setting(1, at_least(1))
     temperature: float = setting(0.0, TEMPERATURE)  # sampling temperature; 0: greedy
     # sample from the most probable tokens with this total probability; 1: all
-    top_p: float = setting(1.0, TOP_P)
+    top_p: float = setting(1.0, TOP_P, needs={"temperature": ()})
     # maximum response length in tokens; 0: rollout.max_response_length
     max_response_length: int = setting(0, at_least(0))
 

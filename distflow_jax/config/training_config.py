@@ -21,11 +21,11 @@ class OptimizerConfig(Section, name="optimizer"):
     # optimizer steps of linear warmup, starting at lr/(n+1)
     warmup_steps: int = setting(0, at_least(0))
     # learning rate at the end of the cosine schedule, as a share of lr
-    min_lr_ratio: float = setting(0.0, at_least(0))
+    min_lr_ratio: float = setting(0.0, between(0, 1), needs={"schedule": ("cosine",)})
     b1: float = setting(0.9, between(0, 1, "[)"))  # decay of the first moment
     # decay of the second moment; below the usual 0.999, because runs are short and gradients noisy
     b2: float = setting(0.95, between(0, 1, "[)"))
-    eps: float = setting(1e-8, at_least(0))  # added to the square root of the second moment
+    eps: float = setting(1e-8, above(0))  # added to the square root of the second moment
     # decoupled weight decay of matrices; not applied to norms and biases
     weight_decay: float = setting(0.0, at_least(0))
     # maximum global norm of the gradient; 0: no clipping
@@ -126,8 +126,10 @@ class LoraConfig(Section, name="lora"):
 
     # rows of A and columns of B; 0: no adapters, all parameters are trained
     rank: int = setting(0, at_least(0))
-    alpha: float = setting(32.0, above(0))  # adapters are scaled by alpha / rank
-    targets: tuple[str, ...] = LORA_TARGETS  # projections with adapters
+    # adapters are scaled by alpha / rank
+    alpha: float = setting(32.0, above(0), needs={"rank": ()})
+    # projections with adapters
+    targets: tuple[str, ...] = setting(LORA_TARGETS, needs={"rank": ()})
 
     def __post_init__(self):
         super().__post_init__()

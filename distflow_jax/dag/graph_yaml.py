@@ -165,7 +165,11 @@ def _substituted(value: Any, config: Any) -> Any:
         return {key: _substituted(item, config) for key, item in value.items()}
     if isinstance(value, list):
         return [_substituted(item, config) for item in value]
-    if not isinstance(value, str) or not (found := _REFERENCE.fullmatch(value)):
+    if not isinstance(value, str):
+        return value
+    if not (found := _REFERENCE.fullmatch(value)):
+        if "." in value and (part := _REFERENCE.search(value)) and "." in part[1]:
+            raise ValueError(f"{shown(value)}: {part[0]} stands for a value alone, not within text")
         return value
     for key in found[1].split("."):
         if config is None:

@@ -231,7 +231,11 @@ def _assemble(
     stop += [backend.token_to_id(end) for end in _TURN_ENDS if template and end in template]
     stop_ids = tuple(dict.fromkeys(end for end in stop if end is not None))
     if not stop_ids:
-        raise ValueError(f"the tokenizer of {origin} has no end token: set eos_token")
+        unknown = f" ({special['eos_token']!r} is none)" if "eos_token" in special else ""
+        raise ValueError(
+            f"the tokenizer of {origin} has no end token: set eos_token to one of its tokens"
+            f"{unknown}"
+        )
     ids = {name: backend.token_to_id(token) for name, token in special.items()}
     pad_id = ids.get("pad_token")
     return {

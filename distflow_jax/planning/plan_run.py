@@ -63,6 +63,7 @@ from distflow_jax.planning.run_models import (
     samplers_of,
     starting_weights,
 )
+from distflow_jax.planning.settings_in_use import check_chosen, warn_of_warmup
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.planning.sizes_table import describe_sizes
 from distflow_jax.planning.waiting_groups import WaitingGroups, waiting_groups
@@ -296,6 +297,7 @@ def plan_run(
     """
     check_chip(config.mesh.chip, machine)
     config, graph = settle(config, chosen)
+    check_chosen(config, graph, chosen)
     if config.training.device_memory_gib:
         limit = int(config.training.device_memory_gib * 2**30)
         machine = dataclasses.replace(machine, memory=limit)
@@ -413,6 +415,7 @@ def prepare(
             )
             run.trainers_sample = False
     config, source = run.config, run.source
+    warn_of_warmup(config)
     if config.training.offload != "none":
         check_host_memory(f"training.offload={config.training.offload!r}")
     if config.stream.workers:

@@ -65,7 +65,14 @@ class RunWriter:
             return
         (self.folder / "samples").mkdir(parents=True, exist_ok=True)
         self._metrics_path = self.folder / "metrics.jsonl"
-        truncate_metrics(self._metrics_path, self._last_step)
+        dropped = truncate_metrics(self._metrics_path, self._last_step)
+        if dropped and resume_step is None:
+            log.warning(
+                "%s has no checkpoint: the run begins at step 1, and the samples and %d lines of "
+                "metrics.jsonl of an earlier run are removed",
+                self.folder,
+                dropped,
+            )
         self._stragglers_path = self.folder / "stragglers.jsonl"
         truncate_metrics(self._stragglers_path, self._last_step)
         for path in (self.folder / "samples").glob("*.jsonl"):
@@ -190,15 +197,33 @@ def read_metrics(path: str | os.PathLike) -> list[dict[str, Any]]:
     return [rows[step] for step in sorted(rows)]
 
 
-def truncate_metrics(path: pathlib.Path, last_step: int) -> None:
-    """Drops an incomplete last line and all steps after `last_step`, if the file exists."""
+def check_steps(path: pathlib.Path) -> None:
+    """Raises ValueError for a complete line that is no JSON object with a step."""
     if not path.exists():
         return
+    for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], 1):
+        try:
+            found = json.loads(line)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict) or not isinstance(found.get("step"), int):
+            raise ValueError(
+                f"{path}, line {number}: no JSON object with a step, as each line of a run has; "
+                "remove the line, or choose another --workdir"
+            )
+
+
+def truncate_metrics(path: pathlib.Path, last_step: int) -> int:
+    """Drops an incomplete last line and all steps after `last_step`, if the file exists; returns
+    the number of complete lines that went."""
+    if not path.exists():
+        return 0
     text = path.read_text(encoding="utf-8")
     lines = complete_lines(text)
-    kept = "".join(line + "\n" for line in lines if json.loads(line)["step"] <= last_step)
-    if kept != text:
-        write_atomic(path, kept)
+    kept = [line + "\n" for line in lines if json.loads(line)["step"] <= last_step]
+    if "".join(kept) != text:
+        write_atomic(path, "".join(kept))
+    return len(lines) - len(kept)
 
 
 def _number(name: str, value: Any) -> int | float:

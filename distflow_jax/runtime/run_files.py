@@ -26,6 +26,7 @@ from distflow_jax.parsing.paths import named_path
 from distflow_jax.programs.launch_log import launch_log
 from distflow_jax.programs.program_cache import kept_programs
 from distflow_jax.report.json_lines import explained_disk_errors, json_line
+from distflow_jax.report.run_writer import check_steps
 from distflow_jax.report.terminal import Terminal
 from distflow_jax.report.trackers.tracker import check_trackers
 from distflow_jax.stages.evaluate import Scored
@@ -61,6 +62,7 @@ def open_folder(
     with explained_disk_errors(folder), contextlib.ExitStack() as files:
         files.enter_context(private_files(config.observe.private))
         check_writable(folder)
+        check_readable(folder)
         files.callback(terminal.close)
         files.callback(release := only_run(folder))
         stop.before_leaving += [terminal.console.show_cursor, release]
@@ -109,6 +111,14 @@ def check_writable(folder: pathlib.Path) -> None:
             f"cannot write to --workdir {str(folder)!r} ({error.strerror}); choose a folder that "
             "every process can write to"
         ) from error
+
+
+def check_readable(folder: pathlib.Path) -> None:
+    """Raises ValueError for a damaged file of an earlier start, which a run reads once built."""
+    if (path := folder / "config.json").exists():
+        read_json_object(path)
+    for name in ("metrics.jsonl", "stragglers.jsonl"):
+        check_steps(folder / name)
 
 
 def recorded_date(folder: pathlib.Path) -> str:

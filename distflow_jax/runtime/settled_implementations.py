@@ -64,7 +64,7 @@ def _recorded(folder: pathlib.Path | None, among: list[Any]) -> list[Any] | None
     try:
         found = json.loads((folder / _FILE).read_text(encoding="utf-8")) if folder else {}
         return found["chosen"] if found.get("among") == among else None
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError, KeyError):  # of JSON of another form
         return None
 
 

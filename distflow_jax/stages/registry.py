@@ -16,6 +16,7 @@ from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.did_you_mean import hint
 from distflow_jax.layout import RESPONSE_IMAGES, ROUTED_EXPERTS, ROWS, ROWS_COLUMNS
+from distflow_jax.parsing.checked_fields import FLAG, OBJECT, TEXT, Kind, check_fields
 from distflow_jax.stages.advantage import advantage_reads, build_advantage, first_coefficient
 from distflow_jax.stages.predictions import (
     build_old_logp,
@@ -189,6 +190,7 @@ def resolve(nodes: Iterable[Node]) -> dict[str, Builder]:
         if not _is_users(node):
             kind = kind_of(node)
             _check_fields(node, kind)
+            _check_options(node, kind)
             builders[node.id] = kind.build
             continue
         stage = load_function(node.fn, f"stage of node {node.id!r}")
@@ -226,6 +228,29 @@ def kind_of(node: Node) -> StageKind:
 def takes_policy_ratio(node: Node) -> bool:
     """Whether a node's update weighs tokens by how likely the policy was to sample them."""
     return not _is_users(node) and kind_of(node).build is build_policy_update
+
+
+_OPTIONS: dict[Builder, dict[str, Kind]] = {  # of a node, by its stage
+    build_rollout: {"greedy": FLAG},
+    build_weighted_sum: {"weights": OBJECT},
+}
+# the section of the config that a stage reads
+_SECTIONS: dict[Builder, str] = {
+    build_advantage: "algorithm",
+    build_policy_update: "algorithm",
+    build_token_age: "algorithm",
+    build_value_update: "critic",
+    build_preference_update: "preference",
+    build_kto_update: "preference",
+    build_reward_model_update: "reward_model",
+}
+
+
+def sections_read(nodes: Iterable[Node]) -> set[str]:
+    """The sections of the config that built-in stages of these nodes read, of those that belong to
+    an algorithm."""
+    builders = [kind_of(node).build for node in nodes if not _is_users(node)]
+    return {_SECTIONS[build] for build in builders if build in _SECTIONS}
 
 
 def per_token_fields(node: Node) -> set[str]:
@@ -297,6 +322,21 @@ def _wanted_reads(nodes: Iterable[Node], demands: Demands) -> dict[str, Collecti
 def _is_users(node: Node) -> bool:
     """Whether a node names a function of the user's, "module:function" or "file.py:function"."""
     return node.fn is not None and ":" in node.fn
+
+
+def _check_options(node: Node, kind: StageKind) -> None:
+    """Raises ValueError for an option that the stage of a node does not have."""
+    known = _OPTIONS.get(kind.build, {})
+    if (node.role, node.type) == ("ACTOR", "MODEL_TRAIN"):
+        known = {"objective": TEXT}
+    if node.role != "ROLLOUT" and node.type != "COMPUTE":
+        known = {**known, "checkpoint": TEXT}  # of any model, where its weights come from
+    for option in node.options:
+        if option not in known:
+            raise ValueError(
+                f"node {node.id!r}: its stage has no option {option!r} ({hint(option, known)})"
+            )
+    check_fields(node.options, known, f"node {node.id!r}: options")
 
 
 def _check_fields(node: Node, kind: StageKind) -> None:

@@ -97,8 +97,9 @@ def test_changes_are_named(now, named, tmp_path):
 
 
 def test_a_run_without_adapters_may_change_what_it_does_not_use(tmp_path):
-    none = Contents(1, {}, adapters_info(LoraConfig(0, 6.0)))
-    assert changed_adapters(none, LoraConfig(0, 7.0), tmp_path) == ""
+    of_before = {"lora": {"rank": 0, "alpha": 6.0, "targets": ["query"]}}
+    none = Contents(1, {}, of_before)
+    assert changed_adapters(none, LoraConfig(0), tmp_path) == ""
     assert changed_adapters(none, LORA, tmp_path) == "lora.rank was 0 and is 2"
 
 

@@ -1,5 +1,6 @@
 """A user error is one line that names the value and the fix, before any work."""
 
+import dataclasses
 import json
 import os
 import re
@@ -14,6 +15,7 @@ from support.bad_input_cases import (
     GRAPH_CASES,
     KEYS_AND_TYPES,
     MODEL_CASES,
+    OF_COMMANDS,
     REWARD_CASES,
     SIZES,
 )
@@ -24,9 +26,11 @@ from support.tiny_config import tiny_config
 from support.waiting import HANG
 
 from distflow_jax import run
+from distflow_jax.commands.parsed_command import parsed_apart
 from distflow_jax.observe.compilations import Compilations
 from distflow_jax.parsing.addresses import listen
-from distflow_jax.planning.plan_run import prepare
+from distflow_jax.planning.machine import Machine
+from distflow_jax.planning.plan_run import plan_run, prepare
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +73,39 @@ def refusal(assignments, folder, compiled, start=prepare):
 )
 def test_it_is_said_in_one_line(folder, compiled, assignments, message):
     assert message in refusal(assignments, folder, compiled)
+
+
+@pytest.mark.parametrize("assignments, message", OF_COMMANDS)
+def test_a_key_of_a_command_has_an_effect(folder, compiled, assignments, message):
+    chosen = {text.partition("=")[0] for text in assignments.split(" ; ")}
+
+    def start(config):
+        machine = dataclasses.replace(Machine.current(), processes=1)
+        plan_run(config, machine, chosen)
+        raise ValueError(message)
+
+    assert message in refusal(assignments, folder, compiled, start)
+
+
+def test_a_warmup_of_all_steps_is_said(folder, caplog):
+    texts = [*QUICK, "training.steps=3", "training.optimizer.warmup_steps=3"]
+    prepare(tiny_config(*texts)).close()
+    assert "warmup_steps=3 takes all 3 optimizer steps of the run" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:the load_module:DeprecationWarning")  # of ml_collections
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--config.training={'steps': 5}"], "config.training is a section of the config: set its"),
+        (["--config.mesh.roles={'ACTOR': {'tensor': 2, 'tensor': 4}}"], "key 'tensor' is given tw"),
+        (["--noconfig.training.fuse=false"], "--noNAME alone means false; leave out =VALUE"),
+        (["--config.=5"], "unknown key config. (config has: "),
+    ],
+)
+def test_an_override_that_parsing_would_lose(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        parsed_apart("train", ["--config=tiny", "--workdir=run", *arguments])
 
 
 @pytest.mark.parametrize(

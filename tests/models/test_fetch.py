@@ -71,6 +71,12 @@ def test_wheel_is_fetched_once(tmp_path, monkeypatch):
     assert [entry.name for entry in (cache / "pypi").iterdir()] == ["tiny-model-1.0"]
 
 
+def test_a_cache_that_cannot_be_written_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match="model.cache_dir .*file/cache' cannot be written .Not a"):
+        open_model("pypi:tiny-model==1.0", cache_dir=str(tmp_path / "file" / "cache"))
+
+
 def test_slower_process_of_a_race_takes_the_others_files(tmp_path, monkeypatch):
     target = tmp_path / "pypi" / "racing-1.0"
 

@@ -26,6 +26,20 @@ def test_folders_that_are_no_model(tmp_path):
 
 
 @pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("model.safetensors", "version https://git-lfs.github.com/spec/v1\n", "run git lfs pull"),
+        ("pytorch_model.bin", "PK", "pytorch_model.bin is of PyTorch: save the model with safe_"),
+    ],
+)
+def test_a_folder_without_weights_says_what_lies_there(tmp_path, name, content, message):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / name).write_text(content)
+    with pytest.raises(FileNotFoundError, match=message):
+        open_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
     ("spec", "error", "message"),
     [
         ("pipy:a==1", ValueError, "did you mean pypi:a==1"),
@@ -40,6 +54,8 @@ def test_folders_that_are_no_model(tmp_path):
         ("random:llama?hidden=big", ValueError, "hidden must be a whole number, got 'big'"),
         ("random:llama?tied=maybe", ValueError, "tied must be 0 or 1, got 'maybe'"),
         ("random:llama?hidden=30", ValueError, "hidden 30 is not divisible by heads 4"),
+        ("random:llama?hidden=32&hidden=64", ValueError, "option 'hidden' is given twice"),
+        ("https://huggingface.co/Qwen/Qwen3-4B", ValueError, "hub: write hf:Qwen/Qwen3-4B"),
         ("random:llama?layers=0", ValueError, "num_layers must be an integer from 1 to 4096"),
         ("random:llama?vocab=64", ValueError, "needs a vocabulary of 259, got 64"),
         ("random:qwen3?experts=4", ValueError, "=4 is not supported; use qwen3_moe, mixtral"),
@@ -64,7 +80,7 @@ def test_random_source():
     assert source.params() is None
     assert source.tokenizer.vocab_size == 300
     assert source.fingerprint == open_model(spec).fingerprint
-    assert source.fingerprint != open_model(spec + "&mlp=97").fingerprint
+    assert source.fingerprint != open_model(spec.replace("mlp=96", "mlp=97")).fingerprint
     assert open_model("random:llama").config == DecoderConfig()
 
 

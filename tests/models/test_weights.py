@@ -173,6 +173,23 @@ def test_weights_that_do_not_fit_name_both_sides(tmp_path, case):
         open_model(str(write_hf(tmp_path / "m", TIED, tensors)))
 
 
+def test_types_of_weights_are_checked_when_a_model_is_opened(tmp_path):
+    """Not when they are read, after everything is compiled."""
+    tensors = tensors_of(TIED, random_params(TIED))
+    tensors = {name: tensor.astype(np.int8) for name, tensor in tensors.items()}
+    with pytest.raises(ValueError, match="has dtype I8, supported are BF16, F16, F32, F64: conv"):
+        open_model(str(write_hf(tmp_path / "m", TIED, tensors)))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_weights_that_are_not_finite_are_refused_when_they_are_read(tmp_path, value):
+    tensors = tensors_of(TIED, random_params(TIED))
+    tensors["model.norm.weight"][3] = value
+    source = open_model(str(write_hf(tmp_path / "m", TIED, tensors)))
+    with pytest.raises(ValueError, match="model.norm.weight of the model holds NaN or infinity"):
+        dict(source.params())
+
+
 def test_gguf_names_are_checked_too(tmp_path):
     tensors = tensors_of(TIED, random_params(TIED), "gguf")
     tensors["blk.0.attn_q.bias"] = np.ones(32, np.float32)
@@ -190,7 +207,8 @@ def test_gguf_names_are_checked_too(tmp_path):
         ({"model_type": "bert"}, "family 'bert' is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "scaling .* lacks low_freq"),
         ({"quantization_config": {"bits": 4}}, "quantised Hugging Face weights"),
-        ({"num_key_value_heads": 3}, "not divisible by num_kv_heads"),
+        ({"num_key_value_heads": 3}, "_heads=4 is not divisible by num_key_value_heads=3: take"),
+        ({"eos_token_id": 5000}, "the end token 5000 .eos_token_id. is none of the model's 300"),
     ],
 )
 def test_unsupported_networks_are_refused(tmp_path, change, message):

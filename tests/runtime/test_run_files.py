@@ -14,6 +14,7 @@ from distflow_jax.runtime.run_files import (
     FILES,
     FOLDERS,
     changes_named,
+    check_readable,
     check_writable,
     private_files,
     run_folder,
@@ -65,6 +66,31 @@ def test_what_is_in_the_way_is_named_before_the_run(tmp_path, name):
 
 def modes(folder):
     return {p.name: stat.S_IMODE(p.stat().st_mode) for p in folder.rglob("*")}
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        (
+            "metrics.jsonl",
+            b'{"step": 1}\n{"ste\n{"step": 2}\n',
+            "metrics.jsonl, line 2: no JSON obj",
+        ),
+        ("metrics.jsonl", b'{"step": null}\n', "metrics.jsonl, line 1: no JSON object with a step"),
+        ("stragglers.jsonl", b"\xff\n", "stragglers.jsonl, line 1: no JSON object with a step"),
+        ("config.json", b"{", "config.json"),
+        ("metrics.jsonl", b'{"step": 1}\n{"ste', ""),  # a line that a kill cut off
+    ],
+)
+def test_a_damaged_file_of_an_earlier_start_is_named_before_the_run(
+    tmp_path, name, content, message
+):
+    (tmp_path / name).write_bytes(content)
+    if not message:
+        check_readable(tmp_path)
+        return
+    with pytest.raises(ValueError, match=message):
+        check_readable(tmp_path)
 
 
 def test_files_are_for_their_owner_alone(tmp_path):

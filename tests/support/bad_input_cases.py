@@ -35,6 +35,38 @@ KEYS_AND_TYPES = [
     ("data.system_prompt=\udcff", "config.data.system_prompt must be UTF-8 text, got '\\udcff'"),
     ("reward.kwargs={'a': '\\udcff'}", "config.reward.kwargs.a must be UTF-8 text"),
     ("reward.timeout_seconds=1e9", "timeout_seconds must be at most 2147483 (24 days), got 1e+09"),
+    # settings without an effect, and values that no run means
+    ("training.optimizer.min_lr_ratio=0.1", "no effect with optimizer.schedule='constant'; use"),
+    (
+        "training.optimizer.schedule=cosine ; training.optimizer.min_lr_ratio=1.5",
+        "optimizer.min_lr_ratio must be from 0 to 1, got 1.5",
+    ),
+    ("training.optimizer.eps=0", "optimizer.eps must be positive, got 0"),
+    ("lora.alpha=16", "lora.alpha=16.0 has no effect with lora.rank=0; raise that"),
+    ("lora.targets=('query','value')", "has no effect with lora.rank=0; raise that"),
+    ("eval.top_p=0.9", "eval.top_p=0.9 has no effect with eval.temperature=0.0; raise that"),
+    ("rollout.speculative_ngram=3", "has no effect with rollout.speculative_tokens=0; raise that"),
+    ("rollout.max_turns=8", "has no effect with rollout.environment=''; set environment"),
+    ("reward.overlong_penalty=-1", "reward.overlong_penalty must be at least 0, got -1.0"),
+    ("data.date=2026-02-30", "data.date must be a date like 2026-01-31, got '2026-02-30'"),
+]
+
+# keys of a command that the graph, or a switch that is off, leaves without an effect
+OF_COMMANDS = [
+    ("eval.dataset= ; eval.every=1", ""),  # the command says that there is no evaluation
+    ("dag=ppo ; critic.warmup=1", ""),
+    ("dag={dir}/good.yaml ; critic.warmup=1", ""),  # a graph of one's own may read any setting
+    ("critic.warmup=0", ""),  # the default
+    ("critic.warmup=1", "critic.warmup=1 has no effect: dag 'grpo' trains no critic; choose"),
+    ("preference.beta=0.5", "dag 'grpo' trains on no preferences; choose another dag, or remove"),
+    ("reward_model.margin=0.1", "dag 'grpo' trains no reward model; choose"),
+    (
+        "dag=sft ; algorithm.kl_coef=0.1",
+        "algorithm.kl_coef=0.1 has no effect: dag 'sft' computes no advantages; choose",
+    ),
+    ("reward.overlong_cap=True", "has no effect: reward.overlong_buffer is 0; set reward.over"),
+    ("dag=dapo ; reward.overlong_cap=True", ""),  # the graph sets the buffer
+    ("stream.listen=127.0.0.1:9000", "has no effect: stream.workers is False; set stream.workers"),
 ]
 
 ENVIRONMENTS = [
@@ -303,6 +335,9 @@ GRAPH_CASES = [
     ("dag={dir}/fn_file.yaml", "rewrds.py does not exist; did you mean {dir}/rewards.py?"),
     ("dag={dir}/reads.yaml", "node 'actor_train': reads no 'advantage', but what the section"),
     ("dag={dir}/writes.yaml", "does not write grade: take that out of the node's writes"),
+    ("dag={dir}/option.yaml", "no option 'objectiv' (did you mean 'objective'? known: "),
+    ("dag={dir}/option_type.yaml", "node 'rollout': options: greedy must be true or false, got"),
+    ("dag={dir}/within.yaml", "${algorithm.kl_coef} stands for a value alone, not within text"),
     ("dag={dir}/untrained.yaml", "trains nothing: it has no node of type MODEL_TRAIN"),
     ("dag={dir}/good.yaml ; algorithm.kl_coef=0.1", "reads no 'ref_logp', but algorithm.kl_coef"),
     ("dag=orpo ; preference.loss=dop", "preference.loss must be one of dpo, ipo, orpo, got 'dop'"),

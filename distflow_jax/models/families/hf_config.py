@@ -155,6 +155,12 @@ def decoder_from_hf(
     if missing:
         raise ValueError(f"config.json lacks {', '.join(missing)}")
     heads = raw["num_attention_heads"]
+    kv_heads = raw.get("num_key_value_heads") or heads
+    if heads % kv_heads:
+        raise ValueError(
+            f"config.json: num_attention_heads={heads} is not divisible by "
+            f"num_key_value_heads={kv_heads}: take both from the model's original file"
+        )
     # Hugging Face 5 moved rope_theta and rope_scaling into rope_parameters.
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0
@@ -166,7 +172,7 @@ def decoder_from_hf(
     return DecoderConfig(
         family=family,
         **{field: raw[key] for field, key in sizes.items()},
-        num_kv_heads=raw.get("num_key_value_heads") or heads,
+        num_kv_heads=kv_heads,
         head_dim=raw.get("head_dim") or head_dim or raw["hidden_size"] // heads,
         rope_theta=float(theta),
         rope_scaling=scaling,

@@ -161,6 +161,11 @@ def _stacked(
     array = np.empty(weight.param_shape(num_layers), dtype)
     for target, name in zip(weight.slices(array), weight.names(num_layers), strict=True):
         target[...] = weight.load(read(name))
+        if not np.isfinite(target).all():
+            raise ValueError(
+                f"tensor {one_line(name)} of the model holds NaN or infinity as {array.dtype}: "
+                "fetch or export the model again"
+            )
     return array
 
 

