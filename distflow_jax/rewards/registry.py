@@ -2,6 +2,8 @@
 
 import functools
 from collections.abc import Callable, Mapping
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from distflow_jax.rewards import math_answer, reasoning_gym
@@ -54,6 +56,8 @@ LOAD: dict[str, Callable[[Mapping[str, Any]], Any]] = {
 
 def _number(response: str, prompt: str, *, method: str = "flexible", **_: Any) -> str:
     number = last_number(response, method)
+    if isinstance(number, Fraction):
+        number = Decimal(number.numerator) / number.denominator
     return "" if number is None else format(number.normalize(), "f")
 
 

@@ -5,7 +5,10 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 from typing import Any
+
+from distflow_jax.rewards.answers.final_answer import last_box
 
 
 def tagged_format(
@@ -94,8 +97,16 @@ METHODS = ("flexible", "strict")
 NUMBER = re.compile(
     r"""(?: (?<![0-9A-Za-z_)\]]) - )?
         \$?
-        (?: (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+) (?:\.[0-9]+)? | \.[0-9]+ )""",
+        (?: (?<![/0-9.]) [0-9]{1,18}/0*[1-9][0-9]{0,17} (?![/0-9.]*[0-9])
+        | (?: (?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+) (?:\.[0-9]+)? | \.[0-9]+ )
+          (?:[eE][-+]?[0-9]{1,3}(?![0-9A-Za-z]))? )""",
     re.VERBOSE,
+)
+_PLAIN = str.maketrans("−–‑０１２３４５６７８９", "---0123456789")
+_FRACTION = re.compile(r"\\[dt]?frac\{([0-9]+)\}\{([0-9]+)\}")
+# the 2 of 36 cm^2, of \text{cm}^{2} and of 36 cm2
+_EXPONENT = re.compile(
+    r"(?<=[A-Za-z}])\^\{?-?[0-9]+\}?|(?<=[0-9])( ?(?:[cdkm]?m|ft|in))[23](?![0-9A-Za-z])"
 )
 _LATEX_COMMA = re.compile(r"(?<=[0-9])(?:\{,\}|,\\!|\\,)(?=[0-9]{3})")
 AFTER_HASHES = re.compile(r"\#\#\#\#\s*(" + NUMBER.pattern + ")", re.VERBOSE)
@@ -111,10 +122,11 @@ def gsm8k(
 ) -> float:
     """1.0 if the response's final number equals the ground truth, else 0.0.
 
-    The final number is the one after the last `####`; without one, method "flexible" takes the last
-    number of the response. It is verl's rule: a number that merely occurs is an answer. Commas
-    between thousands (`1,234`, `1{,}234`), a dollar sign, a full stop at the end and zeros after
-    the decimal point make no difference.
+    The final number is the one after the last `####`; without one, method "flexible" takes that of
+    the last box, or else the last number of the response. It is verl's rule: a number that merely
+    occurs is an answer. `1/2` is one number, and the 2 of `36 cm^2` is none. Commas between
+    thousands (`1,234`, `1{,}234`), a dollar sign, a full stop at the end and zeros after the
+    decimal point make no difference.
 
     Raises:
       ValueError: the ground truth is not a number, or the method is unknown.
@@ -131,13 +143,17 @@ def gsm8k(
     return float(answer is not None and answer == truth)
 
 
-def last_number(text: str, method: str) -> Decimal | None:
+def last_number(text: str, method: str) -> Decimal | Fraction | None:
     """The exact final number of a text; None without one."""
-    text = _LATEX_COMMA.sub(",", text.replace("\N{MINUS SIGN}", "-"))
+    text = _FRACTION.sub(r"\1/\2", _LATEX_COMMA.sub(",", text.translate(_PLAIN)))
+    text = _EXPONENT.sub(r"\1", text)
     found = AFTER_HASHES.findall(text)
     if not found and method == "flexible":
-        found = NUMBER.findall(text)
-    return Decimal(found[-1].replace(",", "").replace("$", "")) if found else None
+        found = NUMBER.findall(last_box(text) or "") or NUMBER.findall(text)
+    if not found:
+        return None
+    number = found[-1].replace(",", "").replace("$", "")
+    return Fraction(number) if "/" in number else Decimal(number)
 
 
 def zero(

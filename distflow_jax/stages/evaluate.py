@@ -18,6 +18,7 @@ from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.answers.final_answer import final_answer
 from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rewards.prompt_requests import request_for
+from distflow_jax.rewards.registry import REWARDS, same_answers
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
@@ -48,9 +49,12 @@ def vote(
     """Score of the most frequent answer; the first one wins a tie.
 
     `votes` are equal for responses with equal answers; None: their answers are those of
-    `final_answer`, or the whole text where there is none, without regard to case.
+    `final_answer`, or the whole text where there is none, and those that `math` takes for the same
+    are equal.
     """
-    votes = votes or [(final_answer(text) or text).strip().casefold() for text in texts]
+    if votes is None:
+        answers = tuple(final_answer(text) or text for text in texts)
+        votes = same_answers(REWARDS["math"], answers)
     winner, _ = collections.Counter(votes).most_common(1)[0]
     return scores[list(votes).index(winner)]
 

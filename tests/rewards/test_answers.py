@@ -32,6 +32,18 @@ from distflow_jax.stages.reward import overlong_penalty
         ("So #### 47\nThat took 3 steps", "47", 1),  # what was marked as the answer counts
         ("#### $1,000", "#### 1000", 1),
         ("9007199254740993", "9007199254740992", 0),  # equal as floats
+        (r"It is \boxed{5}. This took 50 minutes.", "5", 1),
+        (r"It is \boxed{5}. This took 50 minutes.", "50", 0),
+        ("36 cm^2", "36", 1),
+        (r"36\text{ cm}^{2}", "36", 1),
+        ("36 m3", "36", 1),
+        ("0.5", "1/2", 1),
+        ("3/2", "1/2", 0),
+        (r"\frac{3}{4}", "4", 0),
+        ("5/2/2020", "2020", 1),
+        ("1e3", "1000", 1),
+        ("1" * 5000, "1e999", 0),
+        ("–５", "-5", 1),
     ],
 )
 def test_gsm8k_flexible(solution, truth, score):

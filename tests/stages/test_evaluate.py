@@ -27,6 +27,9 @@ def test_the_most_frequent_answer_wins_and_the_first_of_equals():
         (["In step 2 I choose B.", "In step 2 I choose A.", "In step 2 I choose A."], [0, 1, 1], 1),
         (["Area 9 cm^2", "Area 12 cm^2", "Area 12 cm^2"], [1, 0, 0], 0),
         (["The answer is Paris.", "Answer: paris", "Rome"], [1, 1, 0], 1),
+        (["\\boxed{3}", "\\boxed{0.5}", "\\boxed{\\frac12}"], [0, 1, 1], 1),
+        (["\\boxed{\\text{A}}", "\\boxed{B}", "The answer is (B)."], [1, 0, 0], 0),
+        (["I saw 3 boys.\nFour girls"] + ["I saw 3 boys.\nFive girls"] * 2, [1, 0, 0], 0),
     ],
 )
 def test_texts_vote_by_their_final_answers(texts, scores, score):

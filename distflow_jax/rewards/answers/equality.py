@@ -16,28 +16,49 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
-from distflow_jax.rewards.answers.final_answer import final_answer
-from distflow_jax.rewards.answers.normal_form import normal_form, plain_text
+from distflow_jax.rewards.answers.final_answer import final_answer, last_box
+from distflow_jax.rewards.answers.normal_form import in_symbols, normal_form, plain_text
 
 _DIGITS = 60  # of constants that are compared; irrational ones are equal if all but 10 are
+_ROUNDING = 10.0 ** (10 - _DIGITS)
+_POINTS = (-17, -11, -5, -2, 1, 4, 9, 15, 22)  # sevenths, at which functions are compared
 _LONGEST = 4000  # characters of an expression that is parsed
 _LONGEST_CHOICE = 40  # characters of a truth like "(B) 12"
 _MOST_RELATIVE = 2e-4  # of a decimal truth: four significant digits
 _MARKED = re.compile(r"boxed|fbox|####|<answer>|\banswer\b|(?<!\\)\$|\\[(\[]", re.IGNORECASE)
+_WITH_UNIT = re.compile(r"-?[\d.,]+ *\$[^$]+\$")
 _ONE_FORMULA = re.compile(r"\s*(?:\\f?boxed\s*\{.*\}|\$+[^$]*\$+)\s*", re.DOTALL)
 _WORD = re.compile(r"[^\W\d_]{3,}")
 _TEXT = re.compile(r"[^\W\d_][^\d\\=<>+*/^_{}|]*|\([a-z]\)[^\d\\=<>+*/^_{}|]*")
+_PROSE = re.compile(r"(?:i|[^\W\d_]{2,}),? [^\W\d_]{2,}(?![^\W\d_])")  # its numbers are no answers
 _MATH_WORDS = re.compile(r"\b(?:sin|cos|tan|cot|sec|csc|ln|log|exp|sqrt|pi|and|or|inf|infinity)\b")
 _CHOICE = re.compile(r"(?s)(?:option |choice )?(?:\( ?([a-z]) ?\) ?(.*)|([a-z])(?:[.):] ?(.*))?)")
-_CLOCK_OR_RATIO = re.compile(r"(\d+(?:\s*:\s*\d+)+)\s*(?:([ap])\.?\s?m\.?)?")
-_TO_BASE = re.compile(r"([0-9][0-9a-z]*|[0-9a-f]+)\s*_\s*\{?\s*(\d+)\s*\}?")
+_LETTERS = re.compile("[A-H]{2,8}")  # of several choices
+_LISTED_LETTERS = re.compile(r"\(?[a-h]\)?(?:(?:, ?and|,| and| &) ?\(?[a-h]\)?)+")
+_DECISIONS = ("yes", "no", "true", "false")
+_CLOCK_OR_RATIO = re.compile(
+    r"(\d{1,9}(?:\s*:\s*\d{1,9})+|\d{1,2}(?= ?[ap]\.? ?m))\s*(?:([ap])\.?\s?m\.?)?"
+)
+_RATIO = re.compile(r"(\d+) ?: ?([1-9]\d*)")
+_QUOTIENT = re.compile(r"/|\\[dt]?frac")
+_TO_BASE = re.compile(
+    r"([0-9][0-9a-z]*|[0-9a-f]+)\s*(?:_\s*\{?\s*(?:base )?|(?:in )?base )\s*(\d+)\s*\}?"
+)
+_MODULUS = re.compile(r"\\pmod\{(\w+)\}")
 _PERCENT = re.compile(r"\\%")
 _DEGREES = re.compile(r"\^\\circ|\\text ?\{ ?degrees? ?\}|\bdegrees?\b")
-_UNIT = re.compile(r"(?<=[\d}]) [A-Za-z]{2,}(?:/[a-z]+|\^\{?[23]\}?)?$|(?<=\d) ?[A-Za-z]+/[a-z]+$")
+_UNIT = re.compile(
+    r"(?<=[\d}]) (?:[A-Za-z]{2,}(?:/[a-z]+|\^\{?[23]\}?)?|[A-Zmsghl])$"
+    r"|(?<=\d) ?[A-Za-z]+/[a-z]+(?:\^\{?[23]\}?)?$"
+)
 _UNIT_INITIAL = re.compile(
-    r"(?i)[\d}] ?\\(?:text|mathrm) ?\{ ?(?:square |cubic )?(?!and\b|or\b)([a-z])|\d ([a-z])[a-z]+$"
+    r"(?i)[\d}] ?\\(?:text|mathrm) ?\{ ?(?:square |cubic )?(?!and\b|or\b)([a-z])|\d ([a-z])[a-z]*$"
 )
 _DECIMAL = re.compile(r"-?\d*\.(\d+)")
+_DECIMAL_COMMA = re.compile(r"^(-?\d+),(\d+)(?![\d,])")
+_VALUE_OF = re.compile(r"^[A-Za-z](?:_\{?\w+\}?)?\([^()=]*\) ?= ?")
+_SET = re.compile(r"\\?\{[^{},]*+,[^{}]*+\}")
+_TUPLE = re.compile(r"[(\[][^(){}\[\],]*+,[^(){}\[\]]*+[)\]]")
 
 
 class Equality:
@@ -49,7 +70,7 @@ class Equality:
 
     def __init__(self, truth: Any, timeout_seconds: int):
         self._limit = timeout_seconds
-        self._truth = _final(str(truth).strip())
+        self._truth = in_symbols(_final(_written(truth)))
         self._normal, self._text = normal_form(self._truth), plain_text(self._truth)
         readable = self._text if _is_text(self._text) else self._parsed(self._normal)
         if not readable:
@@ -59,24 +80,33 @@ class Equality:
         """Whether an answer is the truth. "" is not."""
         if not answer.strip():
             return False
+        answer = in_symbols(answer)
         given, text = normal_form(answer), plain_text(answer)
         if (given and given == self._normal) or (text and text == self._text):
             return True
-        units = [_UNIT_INITIAL.search(x) for x in (self._normal, given)]
-        if len({(unit[1] or unit[2]).lower() for unit in units if unit}) == 2:
+        if self._text in _DECISIONS and re.match(rf"{self._text}[,.;:!] ", text):
+            return True
+        if _of_other_kinds(self._normal, given):
             return False
+        if _LETTERS.fullmatch(self._truth) and _LISTED_LETTERS.fullmatch(text):
+            return sorted(self._truth.lower()) == re.findall(r"\b[a-h]\b", text)
         if (choice := _same_choice(self._text, text)) is not None:
             if isinstance(choice, bool):
                 return choice
             truth, given = choice
             return Equality(truth, self._limit).holds(given)
-        for pattern in (_CLOCK_OR_RATIO, _TO_BASE):
-            found = [pattern.fullmatch(re.sub(r"[()]", "", x)) for x in (self._text, text)]
-            if any(found):
-                return all(found) and _written_alike(*found)
+        for pattern, alike in ((_CLOCK_OR_RATIO, _same_time), (_TO_BASE, _same_digits)):
+            found = [pattern.fullmatch(re.sub(r"[()]|^[^=]*=", "", x)) for x in (self._text, text)]
+            if all(found):
+                return alike(*found)
+            if any(found) and not _QUOTIENT.search(self._text + text):
+                return False
         if _is_text(self._text) or _is_text(text):
             return False
-        return any(self._same_value(*pair) for pair in _readings(self._normal, given))
+        pairs = _readings(self._normal, given)
+        if "," in self._normal:
+            pairs.append((self._normal, normal_form(answer, thousands=False)))
+        return any(self._same_value(*pair) for pair in pairs)
 
     def _same_value(self, truth: str, given: str) -> bool:
         gold, answer = self._parsed(truth), self._parsed(given)
@@ -99,13 +129,21 @@ def _sympy_errors() -> tuple[type[Exception], ...]:
     return (polynomials, *ours)
 
 
+def _written(truth: Any) -> str:
+    """A truth as text; a list of values is all of them."""
+    if isinstance(truth, list | tuple):
+        return ", ".join(map(_written, truth))
+    return truth.decode() if isinstance(truth, bytes) else str(truth).strip()
+
+
 def _final(truth: str) -> str:
     """The answer in a truth, which may be a whole solution with the answer at its end."""
     choice = len(truth) < _LONGEST_CHOICE and _CHOICE.fullmatch(plain_text(truth))
-    if choice or not _MARKED.search(truth):
+    if choice or _WITH_UNIT.fullmatch(truth) or not _MARKED.search(truth):
         return truth
     answer = final_answer(truth)
-    if answer and ", " not in answer and not _ONE_FORMULA.fullmatch(truth):
+    boxed = answer == last_box(truth) or _ONE_FORMULA.fullmatch(truth)
+    if answer and ", " not in answer and not boxed:
         answer = answer.rsplit("=", 1)[-1].strip() or answer  # of "so $n^2=144$" the last side
     return answer or truth
 
@@ -120,13 +158,24 @@ def _parse(text: str, limit: int) -> list[Any]:
 
 
 def _readings(truth: str, given: str) -> list[tuple[str, str]]:
-    """Both texts, and both without a percent sign, a degree sign or a unit."""
+    """Both texts, both without a percent or degree sign, a unit or a modulus, and what else fits.
+
+    Beside a decimal truth 3,14 is a decimal and x \\approx 3.14 one, 2:3 is a quotient beside one,
+    and f(3) = 7 is 7.
+    """
     pairs = [(truth, given)]
-    for sign in (_PERCENT, _DEGREES, _UNIT):
+    for sign in (_PERCENT, _DEGREES, _UNIT, _MODULUS):
         bare = sign.sub(" ", truth).strip(), sign.sub(" ", given).strip()
         if bare != (truth, given) and all(bare):
             pairs.append(bare)
-    return pairs
+    if _DECIMAL.match(truth):
+        pairs.append((truth, _DECIMAL_COMMA.sub(r"\1.\2", given.rpartition("\\approx")[2].strip())))
+    if "=" not in given:
+        pairs.append((_VALUE_OF.sub("", truth), given))
+    ratios = [
+        _RATIO.sub(r"\\frac{\1}{\2}", x) if _RATIO.fullmatch(x) else x for x in (truth, given)
+    ]
+    return [*dict.fromkeys([*pairs, (ratios[0], ratios[1])])]
 
 
 def _same_choice(truth: str, given: str) -> bool | tuple[str, str] | None:
@@ -145,12 +194,39 @@ def _same_choice(truth: str, given: str) -> bool | tuple[str, str] | None:
 
 
 def _is_text(text: str) -> bool:
-    return bool(_TEXT.fullmatch(text) and _WORD.search(_MATH_WORDS.sub("", text)))
+    words = _MATH_WORDS.sub("", text)
+    return bool(_TEXT.fullmatch(text) and _WORD.search(words) or _PROSE.match(words))
 
 
-def _written_alike(one: re.Match, other: re.Match) -> bool:
-    parts = [[part.lstrip("0") or "0" for part in re.split(r"\s*:\s*", m[1])] for m in (one, other)]
-    return parts[0] == parts[1] and one[2] in (None, other[2])
+def _of_other_kinds(truth: str, given: str) -> bool:
+    """Whether units, moduli or brackets of two normal forms contradict each other."""
+    units = [_UNIT_INITIAL.search(x) for x in (truth, given)]
+    if len({(unit[1] or unit[2]).lower() for unit in units if unit}) == 2:
+        return True
+    moduli = [_MODULUS.findall(x) for x in (truth, given)]
+    if all(moduli) and moduli[0] != moduli[1]:
+        return True
+    return any(
+        _SET.fullmatch(a) and _TUPLE.fullmatch(b) for a, b in ((truth, given), (given, truth))
+    )
+
+
+def _same_digits(truth: re.Match, given: re.Match) -> bool:
+    """Whether two numbers to a base are the same."""
+    return truth[1].lstrip("0") == given[1].lstrip("0") and truth[2] == given[2]
+
+
+def _same_time(truth: re.Match, given: re.Match) -> bool:
+    """Whether two times or ratios are the same; 2:30 PM is 14:30, and 12:00 may be without PM."""
+    written, in_day = [], []
+    for found in (truth, given):
+        hour, *rest = (int(part) for part in found[1].split(":"))
+        rest = rest or [0]
+        written.append([hour, *rest])
+        in_day.append([hour % 12 + 12 * (found[2] == "p") if found[2] else hour, *rest])
+    if truth[2] is None:
+        return written[0] in (written[1], in_day[1])
+    return in_day[0] == in_day[1] and (given[2] is not None or written[0] != written[1])
 
 
 def _same_expression(truth: Any, given: Any, written: str) -> bool:
@@ -169,13 +245,9 @@ def _same_expression(truth: Any, given: Any, written: str) -> bool:
     numbers = [isinstance(x, sympy.Expr) and x.is_number for x in (truth, given)]
     if all(numbers):
         return _same_constant(truth, given, relative, sympy)
-    return package.verify(
-        truth,
-        given,
-        numeric_precision=_DIGITS,
-        allow_set_relation_comp=True,
-        timeout_seconds=None,
-    )
+    options = {"numeric_precision": _DIGITS, "allow_set_relation_comp": True}
+    same = package.verify(truth, given, timeout_seconds=None, **options)
+    return same or _same_function(truth, given, sympy)
 
 
 def _values(truth: Any, given: Any, sympy: ModuleType) -> tuple[Any, Any]:
@@ -215,7 +287,26 @@ def _same_constant(truth: Any, given: Any, relative: float, sympy: ModuleType) -
         return False
     one, other = truth.evalf(_DIGITS), given.evalf(_DIGITS)
     size = abs(one)
-    return bool(abs(one - other) <= max(relative, sympy.Float(10) ** (10 - _DIGITS)) * size)
+    return bool(abs(one - other) <= max(relative, _ROUNDING) * size)
+
+
+def _same_function(truth: Any, given: Any, sympy: ModuleType) -> bool:
+    """Whether two expressions with the same variables agree wherever both are real."""
+    if not all(isinstance(x, sympy.Expr) for x in (truth, given)):
+        return False
+    variables = sorted(truth.free_symbols, key=str)
+    if not variables or truth.free_symbols != given.free_symbols:
+        return False
+    agreed = 0
+    for number in _POINTS:
+        point = {v: sympy.Rational(number + 3 * i, 7) for i, v in enumerate(variables)}
+        one, other = (x.subs(point).evalf(_DIGITS) for x in (truth, given))
+        if one.is_real is not True and other.is_real is not True:
+            continue
+        if not (one.is_real and other.is_real and abs(one - other) <= abs(one) * _ROUNDING):
+            return False
+        agreed += 1
+    return agreed > len(_POINTS) // 3
 
 
 @contextlib.contextmanager

@@ -24,9 +24,9 @@ _ENDS_OPEN = re.compile(rf"(?:{_OPENED})\s*\Z", re.IGNORECASE)
 _CLOSES_THOUGHT = re.compile(rf"</{_THOUGHT}>|\[/THINK\]|◁/think▷", re.IGNORECASE)
 _NEAR = 64  # characters around a place in which a rule looks for what belongs to it
 
-_ANSWER_TAG = re.compile(r"<(/?)(?:final_)?answer>", re.IGNORECASE)
-_OPENS_ANSWER = re.compile(r"<(?:final_)?answer>|box(?:ed)?\s*\{", re.IGNORECASE)
-_HASHES = re.compile(r"(?<!#)####(?!#)[^\S\n]*([^\n]*)")
+_ANSWER_TAG = re.compile(r"<(/?)(?:final[_ ])?answer\s*>", re.IGNORECASE)
+_OPENS_ANSWER = re.compile(r"<(?:final[_ ])?answer\s*>|box(?:ed)?\s*\{", re.IGNORECASE)
+_HASHES = re.compile(r"(?<!#)####(?!#)[^\S\n]*((?:(?!</)[^\n])*)")
 # \boxed{, also with other numbers of backslashes or with the \b that JSON makes a backspace of
 _BOX_OR_BRACE = re.compile(
     r"(?P<box>(?:\\?(?<![A-Za-z])[bB]|\x08)oxed\s*\{|\\f(?:rame)?box\s*\{)"
@@ -36,7 +36,7 @@ _BOX_OR_BRACE = re.compile(
 _HEADING = r"^[#*_ \t]*(?:the\s+)?(?:final\s+|correct\s+)?answers?[*_: \t]*\n\s*"
 _PHRASE = re.compile(
     r"\banswers?\s+are\b\s*:?\s*"
-    r"|(?P<doubt>(?:\b(?:if|whether|unless|perhaps|maybe)|(?:\bnot|n['’]t|\bcannot)\s+(?:think|say"
+    r"|(?P<doubt>(?:\b(?:if|whether|unless|perhaps|maybe|suppose|assum(?:e|ing))|(?:\bnot|n['’]t|\bcannot)\s+(?:think|say"
     r"|believe|sure|certain|clear)(?:\s+that)?)\W+(?:(?:the|my|final|correct)\s+)*)?"
     r"(?<![</_])(?<!\bto )\b(?:answer|(?:correct|right)\s+(?:option|choice))\b(?!>)"
     r"(?:[^\n.:=<]{0,60}?\s(?:is|was|equals|(?:would|should|must|will)\s+be)\b"
@@ -46,8 +46,8 @@ _PHRASE = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _TAKEN_BACK = re.compile(  # after an answer
-    r"(?i)\W*(?:(?:but|however|no|wait|actually|hmm|oh)\b\W*)*(?:that|this|it|which)"
-    r"(?:['’]s|\s+(?:is|was|seems))\s+(?:not\s+(?:right|correct)|wrong|incorrect|a\s+mistake)\b"
+    r"(?i)\W*(?:(?:but|however|no|wait|actually|hmm|oh)\b\W*)*(?:(?:that|this|it|which)(?:['’]s"
+    r"|\s+(?:is|was|seems))|is|was)\s+(?:not\s+(?:right|correct)|wrong|incorrect|a\s+mistake)\b"
 )
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _MARKUP = re.compile(r"[\s*_`]*")
@@ -78,6 +78,9 @@ _END_OF_PROOF = re.compile(r"\${0,2}\\(?:blacksquare|square|Box|qed)(?![A-Za-z])
 _GOES_ON = re.compile(r"(?i)\W*(?:and|but|or|so|then|now|wait|which|since|if|when|where|let|we)\b")
 # an unfinished formula or tag, "not 5", an equation in a sentence
 _NO_TEXT_ANSWER = re.compile(r"(?i)[$<]|\\[(\[]|not\b|.*=")
+# "The total is 42" in a tag or after "Final Answer:", and \text{Total: } before an expression
+_STATED = re.compile(r"\b(?:is|are|equals)\b:?|(?<=[a-z]{2})(?::| =)(?=\s)")
+_LABEL = re.compile(r"\\(?:text|mathrm)\s*\{[^{}]*(?:\b(?:is|are|equals)\b|[=:])\s*\}(?=\s*\S)")
 _CLOSING_WORDS = 3  # words that may follow the formula with which a response closes
 _TEXT_WORDS = 12  # words of an answer that is text
 
@@ -189,9 +192,17 @@ def _tagged(text: str) -> Iterator[_AnswerPlace]:
 
 def _inside(content: str) -> str:
     """The answer in a tag or a box: what the content marks as such, or else all of it."""
+    content = _LABEL.sub("", content, count=1) if _LABEL.match(content) else content
     if not content or is_expression(content):
         return content
-    return _without_a_mark(content) or content
+    return _value_of(_without_a_mark(content) or content)
+
+
+def _value_of(sentence: str) -> str:
+    """The expression after the verb of a sentence, if that ends it; else the sentence."""
+    stated = _STATED.search(sentence)
+    value = sentence[stated.end() :] if stated else ""
+    return _stripped(value) if is_expression(value) else sentence
 
 
 def _after_hashes(text: str) -> Iterator[_AnswerPlace]:
@@ -216,7 +227,7 @@ def _without_a_mark(text: str) -> str:
         after = text[phrases[-1].end() :].strip(" \t*_`")
         after, *end = _SENTENCE.split(after, maxsplit=1)
         none = "?" in end or _NO_TEXT_ANSWER.match(after) or len(after.split()) > _TEXT_WORDS
-        return "" if none else _stripped(after)
+        return "" if none else _value_of(_stripped(after))
     closing = _closing_formula(text)
     if closing:
         return closing
