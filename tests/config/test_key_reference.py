@@ -98,7 +98,8 @@ def test_a_value_without_effect_is_refused_in_one_line(key):
     for other, values in key.needs.items():
         chosen = keys[other].default
         if chosen not in values if values else not chosen:
-            words = f"{key.name}={value!r} has no effect with {other}={chosen!r}; "
+            name, switch = (".".join(path.split(".")[-2:]) for path in (key.name, other))
+            words = f"{name}={value!r} has no effect with {switch}={chosen!r}; "
             assert words in refusal(given | {key.name: value})
         given[other] = values[0] if values else next(x for x in OTHERS if fits(keys[other], x))
 

@@ -283,7 +283,7 @@ def test_adapters_of_a_critic_are_not_written_alone(workdir, tmp_path):
 )
 def test_bad_settings_name_the_key(fields, message):
     with pytest.raises(ValueError, match=message):
-        LoraConfig(**fields)
+        LoraConfig(4, **fields)
 
 
 def test_a_rank_above_the_models_width():

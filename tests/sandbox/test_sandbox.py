@@ -5,6 +5,7 @@ the sandbox imports nothing of it, and docs/sandbox.md does what it says.
 """
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import io
@@ -309,7 +310,8 @@ def test_failures_of_the_sandbox_are_no_outcomes(best):
             os.kill(victim(zygote), signal.SIGKILL)
             if victim(zygote) == zygote:
                 for keeper in keepers:
-                    os.kill(keeper, signal.SIGKILL)
+                    with contextlib.suppress(ProcessLookupError):  # it ends with its zygote
+                        os.kill(keeper, signal.SIGKILL)
                 until(lambda zygote=zygote: is_zombie(zygote))
             with pytest.raises(SandboxError, match="the keeper of a program exited"):
                 run.result()

@@ -145,7 +145,13 @@ def test_a_node_may_write_returns():
     def node(*writes):
         reads = dict.fromkeys(kind.reads)
         return types.SimpleNamespace(
-            id="a", role="ACTOR", type="COMPUTE", fn=None, reads=reads, writes=dict.fromkeys(writes)
+            id="a",
+            role="ACTOR",
+            type="COMPUTE",
+            fn=None,
+            options={},
+            reads=reads,
+            writes=dict.fromkeys(writes),
         )
 
     for writes in (("advantage",), ("advantage", "returns")):
