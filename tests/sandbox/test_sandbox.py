@@ -303,12 +303,13 @@ def test_failures_of_the_sandbox_are_no_outcomes(best):
     program = python("import time; time.sleep(99)")
     for victim in (lambda zygote: descendants.children(zygote)[0], lambda zygote: zygote):
         with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            run = pool.submit(best.run, program)
             zygote = best._zygote.process.pid
-            until(lambda zygote=zygote: descendants.children(zygote))
-            keepers = descendants.children(zygote)
-            os.kill(victim(zygote), signal.SIGKILL)
-            if victim(zygote) == zygote:
+            until(lambda zygote=zygote: not descendants.children(zygote))  # of an earlier call
+            run = pool.submit(best.run, program)
+            keepers = until(lambda zygote=zygote: descendants.children(zygote))
+            killed = victim(zygote)
+            os.kill(killed, signal.SIGKILL)
+            if killed == zygote:
                 for keeper in keepers:
                     with contextlib.suppress(ProcessLookupError):  # it ends with its zygote
                         os.kill(keeper, signal.SIGKILL)
