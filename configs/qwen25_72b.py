@@ -21,7 +21,6 @@ DIVISIONS = {
         fsdp=32,
         tensor=8,
         rollout_tensor=8,
-        micro_rows=2,
         cache_fraction=0.25,
         sampler_dtype="int8",
         offload="idle",

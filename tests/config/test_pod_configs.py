@@ -84,8 +84,8 @@ def test_every_choice_is_a_run(name, choice):
     assert [task.node.id for task in planned.plan.tasks][-1] == "actor_train"
 
 
-# 54 s a step, compiled, where the sweep's best by formulas takes 67 (docs/lab/pods.md)
-FASTER_AS_COMPILED = ("qwen25_7b", "v6e-8,2k")
+# faster as compiled than the sweep's best by formulas, with memory to spare (docs/lab/pods.md)
+FASTER_AS_COMPILED = (("qwen25_7b", "v6e-8,2k"), ("qwen25_72b", "v5e-256,8k"))
 LEAST = [
     pytest.param(
         name,
@@ -106,7 +106,7 @@ def test_every_choice_is_near_the_best_of_the_sweep(name, choice):
     own = pricing.price(planned, pricing.traced(planned))
     assert own.spare >= SPARE and not own.problem
     best = price(Search(pricing))[0].guess
-    most = 1.15 if (name, choice) == FASTER_AS_COMPILED else 1.1
+    most = 1.15 if (name, choice) in FASTER_AS_COMPILED else 1.1
     assert own.expected.middle <= most * best.expected.middle, {
         key: value_at(best.planned.config, key) for key in SEARCHED
     }
@@ -139,6 +139,19 @@ def test_a_choice_is_near_the_best_three_as_compiled(name, machine):
     own = pricing.planned({})
     others = [guess.planned for guess in best if guess.planned.config != own.config]
     assert seconds(own) <= 1.1 * min(map(seconds, others))
+
+
+@needs_libtpu
+@pytest.mark.slow
+def test_a_large_update_fits_as_compiled():
+    """72B on v5e with two rows at a time: 11 % free by formulas, 0.1 % as compiled."""
+    config = from_config_dict(Config, config_of("qwen25_72b", "v5e-256,8k"))
+    config = with_values(config, {"model.source": str(SHAPES / "qwen25_72b")})
+    pod = open_topology("v5e-256")
+    planned = plan_run(config, pod.machine, open_source=open_shapes)
+    planned = dataclasses.replace(planned, devices=pod.devices)
+    found = plan_on(pod, planned, only=("actor_train", "update_weights"))
+    assert not found.problem and found.spare >= SPARE
 
 
 @needs_libtpu
