@@ -126,7 +126,7 @@ def saved_episodes(folder, limit):
     found = {}
     for path in (folder / "checkpoints").iterdir():
         saved = SavedSamples(additions(epath.Path(path)))
-        for counter in saved.counters:
+        for counter in sorted(saved._left):
             assert counter // PROMPTS == int(path.name)
             request = GroupRequest(prompt_of(counter, [1]), SamplingParams(SAMPLES, limit))
             progress = saved.take(counter, {"rollout": request})["rollout"]
