@@ -123,10 +123,10 @@ def gsm8k(
     """1.0 if the response's final number equals the ground truth, else 0.0.
 
     The final number is the one after the last `####`; without one, method "flexible" takes that of
-    the last box, or else the last number of the response. It is verl's rule: a number that merely
-    occurs is an answer. `1/2` is one number, and the 2 of `36 cm^2` is none. Commas between
-    thousands (`1,234`, `1{,}234`), a dollar sign, a full stop at the end and zeros after the
-    decimal point make no difference.
+    the last box, or else the last number of the response, which need not be meant as an answer.
+    Both methods are verl's, which has neither the box, nor `1/2` as one number, nor the 2 of
+    `36 cm^2` as none. Commas between thousands (`1,234`, `1{,}234`), a dollar sign, a full stop at
+    the end and zeros after the decimal point make no difference.
 
     Raises:
       ValueError: the ground truth is not a number, or the method is unknown.

@@ -458,7 +458,7 @@ def test_filter_verdicts(landlock, alone):
 
 
 def interpret(rules, number, arguments, arch=None):
-    """What classic BPF makes of a call."""
+    """The verdict of a classic BPF program on a call."""
     arch = system_calls.AUDIT_ARCH if arch is None else arch
     padded = [*arguments, *[0] * (6 - len(arguments))]
     data = struct.pack("=iIQ6q", number, arch, 0, *padded)

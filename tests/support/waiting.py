@@ -23,7 +23,7 @@ def until(condition, told=lambda: "waited in vain", *, pause=0.01):
 
 
 def rest_of(process):
-    """What the process still writes until it ends, to its one pipe.
+    """The rest of a process's output, until it ends; it has one pipe.
 
     Popen.communicate with a timeout would lose lines that came with one already read.
     """

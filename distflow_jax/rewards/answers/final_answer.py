@@ -36,8 +36,8 @@ _BOX_OR_BRACE = re.compile(
 _HEADING = r"^[#*_ \t]*(?:the\s+)?(?:final\s+|correct\s+)?answers?[*_: \t]*\n\s*"
 _PHRASE = re.compile(
     r"\banswers?\s+are\b\s*:?\s*"
-    r"|(?P<doubt>(?:\b(?:if|whether|unless|perhaps|maybe|suppose|assum(?:e|ing))|(?:\bnot|n['’]t|\bcannot)\s+(?:think|say"
-    r"|believe|sure|certain|clear)(?:\s+that)?)\W+(?:(?:the|my|final|correct)\s+)*)?"
+    r"|(?P<doubt>(?:\b(?:if|whether|unless|perhaps|maybe|suppose|assum(?:e|ing))"
+    r"|(?:\bnot|n['’]t|\bcannot)\s+(?:think|say|believe|sure|certain|clear)(?:\s+that)?)\W+(?:(?:the|my|final|correct)\s+)*)?"
     r"(?<![</_])(?<!\bto )\b(?:answer|(?:correct|right)\s+(?:option|choice))\b(?!>)"
     r"(?:[^\n.:=<]{0,60}?\s(?:is|was|equals|(?:would|should|must|will)\s+be)\b"
     r"(?:\s+(?:therefore|thus|simply|just|exactly|indeed|about|approximately|equal\s+to))?\s*:?"
