@@ -288,16 +288,17 @@ def plan_run(
     machine: Machine,
     chosen: Collection[str] = (),
     *,
+    searched: Collection[str] = (),
     open_source: Callable[..., ModelSource] = open_model,
 ) -> RunPlan:
     """Settles and plans a run for a machine, this one or another; opens the model and no data.
 
-    `chosen` are the config keys that the command line gives; see `settle`. `open_source`:
-    `open_shapes` where the plan is all there will be. Raises ValueError or FileNotFoundError.
+    `chosen` are the config keys that the command line gives; see `settle`. `searched`: keys that a
+    search gives, which need no effect. `open_source`: `open_shapes` where the plan is all there
+    will be. Raises ValueError or FileNotFoundError.
     """
     check_chip(config.mesh.chip, machine)
-    config, graph = settle(config, chosen)
-    check_chosen(config, graph, chosen)
+    config, graph = settle(config, {*chosen, *searched})
     if config.training.device_memory_gib:
         limit = int(config.training.device_memory_gib * 2**30)
         machine = dataclasses.replace(machine, memory=limit)
@@ -315,7 +316,9 @@ def plan_run(
             f"model.vision={config.model.vision!r} would stay random; use lora.rank=0, or export "
             "a model whose tower is trained"
         )
-    if config.rollout.environment and source.config.vision is not None:
+    sees = source.config.vision is not None
+    check_chosen(config, graph, chosen, sees=sees)
+    if config.rollout.environment and sees:
         graph = with_response_images(graph)
     sizes = derive_sizes(config, source.config, machine, graph)
     made = make_plan(config, graph, sizes)

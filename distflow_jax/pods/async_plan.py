@@ -247,7 +247,8 @@ class _Layouts:
         planned = plan_run(
             with_values(self._config, settings),
             machine,
-            self._chosen | settings.keys(),
+            self._chosen - settings.keys(),
+            searched=settings.keys(),
             open_source=lambda *_, **__: self._source,
         )
         return dataclasses.replace(planned, devices=self._pod.devices[: machine.devices])

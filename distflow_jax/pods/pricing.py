@@ -54,7 +54,7 @@ class Pricing:
         self.source = _shapes_of(config)
         # values that stay, by key of SEARCHED
         self.fixed = {key: value_at(config, key) for key in SEARCHED if key in chosen}
-        self._kept = {*chosen, *SEARCHED}  # from the settings of graphs
+        self._chosen = set(chosen).difference(SEARCHED)
         self._mean_response = mean_response
         self._programs: dict[str, Program] = {}  # as first traced
         # FLOPs for each row, by the program's name
@@ -62,7 +62,14 @@ class Pricing:
 
     def planned(self, values: Values) -> RunPlan:
         """The run's plan with these values. Raises ValueError if it is no run."""
-        return _planned(self, values, self._kept)
+        planned = plan_run(
+            with_values(self.config, values),
+            self.pod.machine,
+            self._chosen,
+            searched=SEARCHED,
+            open_source=lambda *_, **__: self.source,
+        )
+        return dataclasses.replace(planned, devices=self.pod.devices)
 
     def traced(self, planned: RunPlan) -> dict[str, Program]:
         """The programs of a plan. Raises ValueError if they are none."""
@@ -107,17 +114,6 @@ class Pricing:
 
 def _shapes_of(config: Config) -> ModelSource:
     return open_shapes(config.model.source, **open_options(config.model))
-
-
-def _planned(pricing: Pricing, values: Values, kept: Collection[str]) -> RunPlan:
-    """See Pricing.planned; `kept`: keys that a graph's settings leave as they are."""
-    planned = plan_run(
-        with_values(pricing.config, values),
-        pricing.pod.machine,
-        kept,
-        open_source=lambda *_, **__: pricing.source,
-    )
-    return dataclasses.replace(planned, devices=pricing.pod.devices)
 
 
 def _kind_of(planned: RunPlan) -> tuple[str, bool]:

@@ -61,6 +61,8 @@ def open_folder(
     terminal = Terminal(enabled=processes.process_index() == 0)
     with explained_disk_errors(folder), contextlib.ExitStack() as files:
         files.enter_context(private_files(config.observe.private))
+        if not folder.exists():
+            files.callback(_remove_empty, folder)  # of a run that was refused
         check_writable(folder)
         check_readable(folder)
         files.callback(terminal.close)
@@ -72,6 +74,11 @@ def open_folder(
         launches = folder / "launches" / f"{processes.process_index()}.txt"
         files.enter_context(launch_log(launches if config.observe.launches else None))
         yield folder, terminal, saved
+
+
+def _remove_empty(folder: pathlib.Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()
 
 
 def _close(saved: Checkpointer, terminal: Terminal) -> None:

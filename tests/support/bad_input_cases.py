@@ -64,9 +64,40 @@ OF_COMMANDS = [
         "dag=sft ; algorithm.kl_coef=0.1",
         "algorithm.kl_coef=0.1 has no effect: dag 'sft' computes no advantages; choose",
     ),
-    ("reward.overlong_cap=True", "has no effect: reward.overlong_buffer is 0; set reward.over"),
+    ("reward.overlong_cap=True", "has no effect: reward.overlong_buffer is 0.0; set reward.ov"),
     ("dag=dapo ; reward.overlong_cap=True", ""),  # the graph sets the buffer
     ("stream.listen=127.0.0.1:9000", "has no effect: stream.workers is False; set stream.workers"),
+    ("stream.save_seconds=9", "has no effect: stream.workers is False; set stream.workers"),
+    ("health.enabled=False", ""),
+    ("observe.tracker_seconds=9", "has no effect: observe.trackers is (); set observe.trackers"),
+    (
+        "rollout.cache_fraction=0.5",
+        "rollout.num_slots fixes the size of the KV cache; set rollout.nu",
+    ),
+    ("rollout.num_slots=0 ; rollout.cache_fraction=0.5 ; training.device_memory_gib=4", ""),
+    ("data.image_tokens=64", "has no effect: the model reads no images; choose a model.source"),
+    ("sandbox.memory_mib=99", "neither reward.function nor rollout.environment runs programs of"),
+    ("rollout.environment=python ; sandbox.memory_mib=99", ""),
+    ("dag=sft ; rollout.max_response_length=8", ""),
+    ("dag=sft ; rollout.num_slots=8", ""),  # of the evaluation
+    (
+        "dag=sft ; eval.dataset= ; rollout.num_slots=8",
+        "dag 'sft' samples no responses; choose another dag, set eval.dataset, or remove rollout",
+    ),
+    ("dag=sft ; rollout.num_samples=2", "dag 'sft' samples no responses; choose another dag, or"),
+    (
+        "dag=dpo ; eval.dataset= ; reward.on_error=-1",
+        "dag 'dpo' calls no rewards; choose another dag, set eval.dataset, or remove reward.",
+    ),
+    ("dag=sft ; coordinator.overlap_rewards=False", "dag 'sft' calls no rewards; choose another"),
+    (
+        "dag=kto ; preference.loss=ipo",
+        "dag 'kto' trains on no pairs; choose another dag, or remove",
+    ),
+    (
+        "dag=dpo ; preference.desirable_weight=2",
+        "dag 'dpo' trains on no responses with a label; ch",
+    ),
 ]
 
 ENVIRONMENTS = [
