@@ -37,7 +37,7 @@ from distflow_jax.rollout.requests import Response, SamplingParams
 from distflow_jax.rollout.response_checks import RefusedAnswer, ResponseLimits
 from distflow_jax.service.outside_sampler import OutsideSampler
 from distflow_jax.service.prompt_store import PromptStore
-from distflow_jax.stream.links.buffer_addresses import read_addresses, start_before
+from distflow_jax.stream.links.buffer_addresses import read_addresses
 from distflow_jax.stream.links.buffer_links import Joining
 from distflow_jax.stream.links.shared_tables import shared_tables
 from distflow_jax.stream.wire.calls import Refused, Unreachable
@@ -106,7 +106,7 @@ class Trainer:
         """Starts the training in a thread; it begins when the prompts of a step are there."""
         if self._training is not None:
             raise ValueError("init_engines was called already")
-        self._before = start_before(self._folder)
+        self._before = getattr(read_addresses(self._folder), "attempt", None)
         threads = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._training = threads.submit(self._train)
         threads.shutdown(wait=False)
