@@ -18,10 +18,13 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from distflow_jax.did_you_mean import hint, near_file, suggestion
+from distflow_jax.parsing.one_line import shown
 from distflow_jax.parsing.paths import named_path, reading
 
 MOST_SOURCE = 1 << 24  # bytes of a Python file
 _MAX_LISTED = 8  # functions named in an error
+# what a user's code may raise in a thread that no signal reaches: a test framework's verdicts, too
+ANYTHING = (BaseException,)
 
 
 def shipped_folder() -> pathlib.Path:
@@ -187,6 +190,11 @@ def raised(error: BaseException, ours: Collection[str]) -> Raised:
         place = f" ({frame.filename}, line {frame.lineno})"
     summary = "".join(traceback.format_exception_only(error)).strip()
     return Raised(summary, place, "".join(traceback.format_exception(type(error), error, trace)))
+
+
+def shown_with_type(value: Any) -> str:
+    """A value that a user's code returned, as messages show it, and its type."""
+    return f"{shown(value)} ({type(value).__name__})"
 
 
 def _broken(place: str, what: str, error: BaseException) -> ValueError:

@@ -38,7 +38,7 @@ def count(checkpoint: epath.Path) -> int:
         return 0
     try:
         found = json.loads(path.read_text())["processes"]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError, IsADirectoryError) as error:
         raise ValueError(f"{FILE}: {type(error).__name__}") from error
     if type(found) is not int or not 0 < found < 1 << 20:
         raise ValueError(f"{FILE}: {found!r} is no number of processes")

@@ -128,7 +128,7 @@ def read_table(path: epath.Path) -> tuple[dict[str, Checksum], str]:
             length = 1 if name == SIZES_FILE or not integers else 1 + len(_segments(entry[0]))
             if not integers or len(entry) != length:
                 return {}, f"{name} has no checksum of {file}"
-    except (OSError, ValueError, AttributeError, TypeError, IndexError) as error:
+    except (OSError, ValueError, AttributeError, TypeError, LookupError, RecursionError) as error:
         return {}, f"{name}: {type(error).__name__}"
     return table, ""
 

@@ -62,8 +62,8 @@ def untied(export: Export) -> Export:
     For engines that do not load the head of a model with tied embeddings anew. Raises ValueError
     for a model whose embedding is not its head.
     """
-    config = export.config
-    if not isinstance(config, DecoderConfig) or not config.tie_embeddings:
+    network = export.network
+    if not isinstance(network, DecoderConfig) or not network.tie_embeddings:
         raise ValueError("--untie is for a model with tied embeddings; this one has another head")
 
     def params() -> Iterator[tuple[str, np.ndarray]]:
@@ -73,7 +73,7 @@ def untied(export: Export) -> Export:
                 yield "head", value.T
 
     return dataclasses.replace(
-        export, config=dataclasses.replace(config, tie_embeddings=False), params=params
+        export, network=dataclasses.replace(network, tie_embeddings=False), params=params
     )
 
 

@@ -139,6 +139,7 @@ def _watch(path: Path, seconds: float, ends: Callable[[Lease | None], bool]) -> 
 
 def _write(file: int, lease: Lease) -> None:
     os.pwrite(file, json.dumps(lease._asdict()).encode().ljust(512), 0)  # all of the last one
+    os.ftruncate(file, 512)  # and of another file in its place
     os.fsync(file)  # other hosts would see it late, and take the holder for dead
 
 
@@ -146,5 +147,5 @@ def _read(path: Path) -> Lease | None:
     """The lease of a folder; None if there is none, or the first is being written."""
     try:
         return Lease(**json.loads(path.read_bytes()))
-    except (FileNotFoundError, ValueError, TypeError):
+    except (FileNotFoundError, ValueError, TypeError, RecursionError):
         return None

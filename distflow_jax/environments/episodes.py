@@ -99,11 +99,7 @@ def episode_metrics(parts: Sequence[Mapping[str, float]], most_turns: int) -> di
     count = sums["responses"]
     if not count:
         return {}
-    shares = {
-        f"environment/ended/{reason}": sums[f"ended/{reason}"] / count
-        for reason in REASONS
-        if reason != "failed"
-    }
+    shares = {f"environment/ended/{name}": sums[f"ended/{name}"] / count for name in REASONS[:-1]}
     names = [name.removeprefix("logged/") for name in sums if name.startswith("logged/")]
     logged = {
         f"environment/{name}": sums[f"logged/{name}"] / (count - sums[f"odd/{name}"])
@@ -111,14 +107,10 @@ def episode_metrics(parts: Sequence[Mapping[str, float]], most_turns: int) -> di
         if name not in INFRA
     }
     failures = {f"environment/{name}": float(sums[f"logged/{name}"]) for name in INFRA}
-    return (
-        logged
-        | shares
-        | failures
-        | {
-            "environment/turns/mean": sums["turns"] / count,
-            "environment/turns/max": float(most_turns),
-            "environment/observation_tokens": sums["observation_tokens"] / count,
-            "environment/infra/unscored": float(sums["unscored"]),
-        }
-    )
+    others = {
+        "environment/turns/mean": sums["turns"] / count,
+        "environment/turns/max": float(most_turns),
+        "environment/observation_tokens": sums["observation_tokens"] / count,
+        "environment/infra/unscored": float(sums["unscored"]),
+    }
+    return logged | shares | failures | others

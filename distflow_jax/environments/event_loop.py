@@ -13,6 +13,8 @@ from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from distflow_jax.user_functions import ANYTHING
+
 T = TypeVar("T")
 _Outcome = tuple[Any, BaseException | None]  # what a call gave, what it raised
 
@@ -148,7 +150,7 @@ class EventLoop:
         """Calls a function in this thread."""
         try:
             outcome = function(*args), None
-        except (Exception, SystemExit) as error:  # a user's code may raise anything
+        except ANYTHING as error:
             outcome = None, error
         self.soon(ended.set_result, outcome)
 
@@ -262,10 +264,8 @@ def name_call(what: str) -> None:
 
 
 async def _outcome(function: Callable[..., Any], args: tuple) -> _Outcome:
-    """A SystemExit that was raised would end the loop."""
+    """A SystemExit that was raised would end the loop, others the response's conversation."""
     try:
         return await function(*args), None
-    except asyncio.CancelledError:
-        return None, RuntimeError("the call was cancelled from inside")
-    except (Exception, SystemExit) as error:  # a user's code may raise anything
+    except ANYTHING as error:
         return None, error

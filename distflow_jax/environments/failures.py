@@ -6,6 +6,7 @@ import logging
 import pathlib
 
 from distflow_jax.environments.event_loop import EnvironmentCallFailed, EnvironmentsFailed
+from distflow_jax.parsing.one_line import one_line
 from distflow_jax.user_functions import raised
 
 # Why a call gave no answer: it raised, or returned something else than an answer; its deadline
@@ -51,7 +52,7 @@ class CallFailure:
             return cls(failed.cause, f"{what} {_WHY[failed.cause].format(seconds)}", what)
         found = raised(error, _OURS)
         kind = f"{what}, {type(error).__name__}{found.place}"
-        summary = found.summary.replace("\n", " ")
+        summary = one_line(found.summary.replace("\n", " "))
         return cls(failed.cause, f"{what} raised {summary}{found.place}\n{found.text}", kind)
 
 

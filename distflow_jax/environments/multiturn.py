@@ -323,9 +323,8 @@ class TurnDriver:
             request = dataclasses.replace(request, prompt=prompt).with_limit(limit)
         sampling = dataclasses.replace(request.sampling, num_samples=len(conversations))
         request = dataclasses.replace(request, sampling=sampling, first_sample=min(conversations))
-        identity = self._scheduler.submit(
-            request, functools.partial(self._keep_turn, dict(conversations))
-        )
+        keep = functools.partial(self._keep_turn, dict(conversations))
+        identity = self._scheduler.submit(request, keep)
         for conversation in conversations.values():
             conversation.id = identity
 

@@ -19,7 +19,8 @@ from distflow_jax.environments.tools import Tools, alone
 from distflow_jax.images.turn_images import TurnImages
 from distflow_jax.models.chat.render import names_read
 from distflow_jax.models.tokenizer import Tokenizer
-from distflow_jax.rewards.records import MOST_SCORE
+from distflow_jax.rewards.records import MOST_SCORE, number_of
+from distflow_jax.user_functions import shown_with_type
 
 ENVIRONMENTS: dict[str, Callable[..., Environment]] = {"tools": Tools} | {
     tool: alone(tool) for tool in TOOLS
@@ -90,7 +91,8 @@ class Environments:
         self.is_async = inspect.iscoroutinefunction(step)
         self._new = functools.partial(self._make, tokenizer, **kwargs)
         # what is 0 in a response none of whose turns logs it
-        self.counts = tuple(getattr(getattr(self._make, "func", self._make), "counts", ()))
+        counts = getattr(getattr(self._make, "func", self._make), "counts", ())
+        self.counts = (counts,) if isinstance(counts, str) else tuple(counts)
         self.failures = Failures(name, calls.max_infra_rate)
         self._loop: EventLoop | None = None
 
@@ -129,13 +131,10 @@ class Environments:
     def observed(self, turn: Any) -> Observed:
         """A Turn that was returned, checked; TypeError or ValueError for what it cannot be."""
         if not isinstance(turn, Turn):
-            raise TypeError(f"step returned {_shown(turn)}, not a Turn")
-        reward = float(turn.reward)
-        if not abs(reward) <= MOST_SCORE:  # nan, too
-            raise ValueError(f"step returned a reward of {reward}, outside ±{MOST_SCORE:g}")
-        logged = {str(name): float(value) for name, value in turn.logged.items()}
+            raise TypeError(f"step returned {shown_with_type(turn)}, not a Turn")
+        reward, done, logged = _numbers(turn)
         tokens, shown = self.read(turn.observation)
-        return Observed(tokens, reward, bool(turn.done), logged, shown)
+        return Observed(tokens, reward, done, logged, shown)
 
     def read(self, observation: Any) -> tuple[np.ndarray, TurnImages | None]:
         """An observation, text or ids or Shown or None: its ids int32 [M], and its images."""
@@ -159,13 +158,14 @@ class Environments:
             return self.tokenizer.encode(self.tokenizer.plain(observation))
         wrong = (
             "an observation must be text, token ids, or Shown(text, images) with pictures, got "
-            f"{_shown(observation)}"
+            f"{shown_with_type(observation)}"
         )
         try:
             ids = np.asarray(observation)
         except ValueError:  # of parts with several shapes
             raise TypeError(wrong) from None
-        if ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
+        of_bytes = isinstance(observation, bytearray | memoryview)  # integers to NumPy
+        if of_bytes or ids.ndim != 1 or (ids.size and not np.issubdtype(ids.dtype, np.integer)):
             raise TypeError(wrong)
         if ids.size and not (0 <= ids.min() and ids.max() < self.tokenizer.vocab_size):
             raise ValueError(
@@ -173,6 +173,18 @@ class Environments:
                 f"{self.tokenizer.vocab_size}"
             )
         return ids.astype(np.int32)
+
+
+def _numbers(turn: Turn) -> tuple[float, bool, dict[str, float]]:
+    """(reward, done, logged) of a Turn; TypeError or ValueError for what they cannot be."""
+    reward, done = number_of(turn.reward), number_of(turn.done)
+    logged = {str(name): number_of(value) for name, value in turn.logged.items()}
+    if reward is None or done not in (0, 1) or None in logged.values():
+        given = shown_with_type((turn.reward, turn.done, turn.logged))
+        raise TypeError(f"step returned a Turn of {given}, not of (number, bool, {{name: number}})")
+    if not abs(reward) <= MOST_SCORE:  # nan, too
+        raise ValueError(f"step returned a reward of {reward}, outside ±{MOST_SCORE:g}")
+    return reward, bool(done), logged
 
 
 def _check_signature(
@@ -228,8 +240,3 @@ def load_environment(name: str) -> Callable[..., Environment]:
         setting="rollout.environment",
         example="my_module:MyClass or path/to/file.py:MyClass",
     )
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

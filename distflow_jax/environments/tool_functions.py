@@ -30,6 +30,7 @@ _KINDS: dict[Any, tuple[str, type | tuple[type, ...]]] = {
     dict: ("object", dict),
 }
 _TYPES = dict(_KINDS.values())
+_NO_TEXT = re.compile(r" at 0x[0-9a-fA-F]+>|^(bytearray\()?b['\"]")  # objects by address; bytes
 _ARGUMENT = re.compile(r"^ +(\w+)(?: *\(.*?\))?: *(.*(?:\n {5,}.*)*)", re.MULTILINE)
 
 
@@ -85,6 +86,12 @@ class Tool:
             if name not in given:
                 raise ValueError(f"{self.name} needs the argument {name!r}")
         return {name: _fitted(name, value, known[name]["type"]) for name, value in given.items()}
+
+    def text_of(self, result: Any) -> str:
+        """A result as text. TypeError for one that has none."""
+        if not isinstance(result, str) and _NO_TEXT.search(str(result)):
+            raise TypeError(f"it returned {user_functions.shown_with_type(result)}, not text")
+        return str(result)
 
 
 def by_name(tools: Mapping[str, str] | Sequence[str] | str) -> dict[str, str]:

@@ -128,10 +128,9 @@ class Tools:
             raise ValueError(f"there is no tool {name[:40]!r}; {hint(name, self._tools)}")
         arguments = self._tools[name].bind(call.arguments)
         name_call(f"tool {name!r}")
-        called = self._called[name]
-        if self._tools[name].is_async:
-            return str(await called(**arguments))
-        return str(await in_thread(functools.partial(called, **arguments)))
+        call_it = functools.partial(self._called[name], **arguments)
+        result = await (call_it() if self._tools[name].is_async else in_thread(call_it))
+        return self._tools[name].text_of(result)
 
     def _cut(self, text: str) -> str:
         text = text.encode("utf-8", "replace").decode()  # JSON may spell half of a character

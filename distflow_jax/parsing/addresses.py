@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 from distflow_jax.parsing.one_line import shown
 
-_ADDRESS = re.compile(r"(?:[\w-]{1,63}(?:\.[\w-]{1,63})*\.?|\[[\w.:%-]+\]):(\d{1,5})", re.ASCII)
+_IPV6 = r"\[(?:[\da-fA-F.]*:){2,}[\da-fA-F.]*(?:%[\w.-]+)?\]"
+_ADDRESS = re.compile(rf"(?:[\w-]{{1,63}}(?:\.[\w-]{{1,63}})*\.?|{_IPV6}):(\d{{1,5}})", re.ASCII)
 
 
 class Address(NamedTuple):

@@ -13,20 +13,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from distflow_jax.parsing.addresses import is_address
+from distflow_jax.parsing.one_line import one_line, shown
 
 CHUNK = 1 << 16  # bytes of a read
+MOST_AGAIN = 60.0  # seconds that a server may ask to wait
 _SHOWN = 200  # characters of a server's own message
 
 
 class CallFailed(Exception):
     """A call without a usable answer; the message is one line.
 
-    `lost`: whether the connection failed, rather than the server saying no.
+    `lost`: whether the connection failed, rather than the server saying no. `again`: seconds after
+    which the server asks to be called again.
     """
 
-    def __init__(self, reason: str, *, lost: bool = False):
-        super().__init__(reason)
-        self.lost = lost
+    def __init__(self, reason: str, *, lost: bool = False, again: float = 0.0):
+        super().__init__(one_line(reason))
+        self.lost, self.again = lost, again
 
 
 class Connections:
@@ -63,9 +66,9 @@ class HttpServer:
     api_key: str = dataclasses.field(default="", repr=False)
 
     def __post_init__(self):
-        found = re.fullmatch(r"https?://([^/?#]+)(/\S*)?", self.url)
+        found = re.fullmatch(r'https?://([^/?#]+)(/[!"$->@-~]*)?', self.url)
         if not found or not (is_address(found[1]) or is_address(f"{found[1]}:80")):
-            raise ValueError(f"{self.url!r} is no address of a server; give http://HOST:PORT")
+            raise ValueError(f"{shown(self.url)} is no address of a server; give http://HOST:PORT")
 
     def call(
         self,
@@ -98,7 +101,7 @@ class HttpServer:
             connection.request(method, base.path.rstrip("/") + path, data, self._headers(data))
             response = connection.getresponse()
             content = _read(response, end, most_bytes)
-        except (OSError, http.client.HTTPException) as error:
+        except (OSError, http.client.HTTPException, ValueError) as error:  # a chunk of -5 bytes
             if time.monotonic() >= end:
                 raise CallFailed(f"no answer within {seconds:g} s") from error
             reason = str(error) or type(error).__name__
@@ -110,7 +113,9 @@ class HttpServer:
                 among.discard(sock)
             connection.close()
         if not 200 <= response.status < 300:
-            raise CallFailed(f"HTTP {response.status} of {path}: {_shown(content)}")
+            asked = response.headers.get("Retry-After", "")
+            again = min(MOST_AGAIN, float(asked)) if re.fullmatch("[0-9]+", asked) else 0.0
+            raise CallFailed(f"HTTP {response.status} of {path}: {_shown(content)}", again=again)
         return content
 
     def call_json(self, method: str, path: str, body: Any = None, **limits: Any) -> Mapping:
@@ -165,7 +170,6 @@ def _read(response: http.client.HTTPResponse, end: float, most: int) -> bytes:
 
 
 def _shown(content: bytes) -> str:
-    """The beginning of a server's message, as one line."""
-    text = content[: 4 * _SHOWN].decode(errors="replace")
-    line = "".join(c if c.isprintable() else " " for c in text).strip()
-    return line if len(line) <= _SHOWN else f"{line[:_SHOWN]}..."
+    """The beginning of a server's message."""
+    text = " ".join(content[: 4 * _SHOWN].decode(errors="replace").split())
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,20 +1,24 @@
 """Text of strangers in messages: one line, without characters that command a terminal."""
 
+import re
 import unicodedata
 
 # control characters, marks that reorder text, line and paragraph separators, lone surrogates
 _UNSAFE = {"Cc", "Cf", "Zl", "Zp", "Cs"}
 _SHORT = {"\n": "\\n", "\r": "\\r", "\t": "\\t"}
+_LOGIN = re.compile(r"://[^/\s]*@")
 _MOST = 1500  # characters of a text
 _MOST_SHOWN = 80  # characters of a value
 
 
 def one_line(text: str) -> str:
-    r"""The text with control characters written as escapes, and without the middle of a long one.
+    r"""The text with control characters written as escapes, without logins in URLs, and without the
+    middle of a long one.
 
-    >>> one_line("a\x1b[2Jb\n")
-    'a\\x1b[2Jb\\n'
+    >>> one_line("a\x1b[2Jb\n"), one_line("http://me:secret@a/b")
+    ('a\\x1b[2Jb\\n', 'http://...@a/b')
     """
+    text = _LOGIN.sub("://...@", text)
     if len(text) > _MOST:
         text = f"{text[: _MOST // 2]} ... {text[-_MOST // 2 :]}"
     if text.isascii() and text.isprintable():
@@ -25,10 +29,10 @@ def one_line(text: str) -> str:
 def shown(value: object) -> str:
     """A value as messages show it, at most 80 characters."""
     try:
-        text = repr(value)
+        text = one_line(repr(value))
     except (ValueError, RecursionError):  # an integer of more than 4,300 digits; deep lists
         return f"a value of type {type(value).__name__}"
-    return one_line(text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}...")
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN - 3]}..."
 
 
 def not_utf8(text: str) -> str:

@@ -56,6 +56,13 @@ OF_COLLECTIVES: Mapping[str, Mapping[str, Any]] = {
         "xla_tpu_enable_async_all_to_all": True,
     },
 }
+# With more shards than MOST_WINDOWS on an axis, the threshold keeps a gather of large weights and
+# its product apart. XLA:TPU would make a loop over the shards of them, which reads and writes the
+# whole result once for each. With few shards, the loop hides the gather (docs/lab/pods.md).
+MOST_WINDOWS = 8
+OF_WIDE_AXES: Mapping[str, Mapping[str, Any]] = {
+    "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000},
+}
 
 
 def compiler_options(mesh: Mesh, *, sampler: bool = False, runs: bool = True) -> dict[str, Any]:
@@ -65,18 +72,26 @@ def compiler_options(mesh: Mesh, *, sampler: bool = False, runs: bool = True) ->
     version of XLA are left out, and logged once at debug level.
     """
     device = _own_device(mesh)
-    wanted = wanted_options(device.platform, mesh.size, sampler=sampler)
+    widest = max(mesh.shape.values())
+    wanted = wanted_options(device.platform, mesh.size, sampler=sampler, widest=widest)
     if not runs:
         wanted |= NEVER_RUN.get(device.platform, _NONE)
     return {name: value for name, value in wanted.items() if _known(device, name, value)}
 
 
-def wanted_options(platform: str, devices: int, *, sampler: bool = False) -> dict[str, Any]:
-    """Options of a program on `devices` devices, including those unknown to this XLA."""
+def wanted_options(
+    platform: str, devices: int, *, sampler: bool = False, widest: int = 1
+) -> dict[str, Any]:
+    """Options of a program on `devices` devices, including those unknown to this XLA.
+
+    `widest`: shards on the largest axis of the mesh.
+    """
     platform = _PLATFORMS.get(platform, platform)
     wanted = dict((OF_SAMPLERS if sampler else OF_ALL).get(platform, _NONE))
     if devices > 1 and not sampler:
         wanted |= OF_COLLECTIVES.get(platform, _NONE)
+        if widest > MOST_WINDOWS:
+            wanted |= OF_WIDE_AXES.get(platform, _NONE)
     flags = {flag for name in _VARIABLES for flag in _names(os.environ.get(name, ""))}
     return {name: value for name, value in wanted.items() if name not in flags}
 

@@ -10,10 +10,16 @@ from typing import Any
 
 from distflow_jax.rewards import call_forms, reward_function
 from distflow_jax.rewards.call_forms import BATCH
-from distflow_jax.rewards.records import MOST_SCORE, RewardRequest, RewardResult, VoteRequest
+from distflow_jax.rewards.records import (
+    MOST_SCORE,
+    RewardRequest,
+    RewardResult,
+    VoteRequest,
+    number_of,
+)
 from distflow_jax.rewards.registry import ANSWERS, same_answers
 from distflow_jax.rewards.reward_function import RewardFunction, WeightedFunction
-from distflow_jax.user_functions import raised
+from distflow_jax.user_functions import raised, shown_with_type
 
 NOT_SCORED = RewardResult(math.nan)
 
@@ -105,10 +111,10 @@ def result_from(value: Any) -> RewardResult:
     """
     entries = value if isinstance(value, Mapping) else {"score": value}
     not_scored = isinstance(value, Mapping) and "score" in entries and entries["score"] is None
-    score = math.nan if not_scored else _number(entries.get("score"))
+    score = math.nan if not_scored else number_of(entries.get("score"))
     if score is None:
         raise TypeError(
-            f"the reward function returned {_shown(value)}; "
+            f"the reward function returned {shown_with_type(value)}; "
             "expected a number or a dict with a number as 'score' (None there: not scored)"
         )
     if not abs(score) <= MOST_SCORE and not not_scored:  # nan, too
@@ -140,7 +146,7 @@ def _guarded_many(
             values = asyncio.run(asyncio.wait_for(values, timeout_seconds))
         if not hasattr(values, "__len__") or isinstance(values, str | Mapping):
             raise TypeError(
-                f"the reward function returned {_shown(values)}; expected a list of scores"
+                f"the reward function returned {shown_with_type(values)}; expected a list of scores"
             )
         if len(values) != count:
             raise ValueError(
@@ -204,20 +210,5 @@ _OWN_FILES = {__file__, reward_function.__file__, call_forms.__file__}
 
 def _numbers(entries: Mapping[Any, Any]) -> dict[str, float]:
     """The numbers among some values, by name."""
-    found = {str(name): _number(value) for name, value in entries.items()}
+    found = {str(name): number_of(value) for name, value in entries.items()}
     return {name: number for name, number in found.items() if number is not None}
-
-
-def _number(value: Any) -> float | None:
-    """A number of Python, NumPy or torch as a float; None for anything else."""
-    if isinstance(value, str | bytes):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError):
-        return None
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return f"{text if len(text) <= 80 else text[:77] + '...'} ({type(value).__name__})"

@@ -60,3 +60,13 @@ class RewardResult:
     error: str | None = None
     answer: str | None = None
     votes: tuple[int, ...] = ()
+
+
+def number_of(value: Any) -> float | None:
+    """A number of Python, NumPy, JAX or torch as a float; None for anything else."""
+    if isinstance(value, str | bytes | bytearray):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        return None

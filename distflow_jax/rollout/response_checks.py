@@ -13,6 +13,7 @@ from distflow_jax.images.patch_chunks import PatchSizes
 from distflow_jax.rollout.requests import Response
 
 MOST_LOGP = 1e-3  # above 0: rounding of an engine in float16
+NO_LOGP = -9999.0  # by which vLLM says -inf
 
 
 class RefusedAnswer(ValueError):
@@ -130,7 +131,7 @@ def check_versions(version: np.ndarray, least: int, newest: int) -> None:
 
 def check_logp(logp: np.ndarray) -> None:
     """Raises RefusedAnswer for what is no log-prob, float [T]."""
-    wrong = logp[~(np.isfinite(logp) & (logp <= MOST_LOGP))]
+    wrong = logp[~((logp > NO_LOGP) & (logp <= MOST_LOGP))]  # nan, too
     if len(wrong):
         raise RefusedAnswer(f"the log-prob {wrong[0]:g}")
 

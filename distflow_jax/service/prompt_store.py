@@ -10,7 +10,10 @@ from typing import Any
 from distflow_jax.data.example import Example
 from distflow_jax.data.message_forms import read_messages
 from distflow_jax.did_you_mean import hint
+from distflow_jax.parsing.checked_fields import OBJECT, TEXT, check_fields
 from distflow_jax.parsing.json_text import parse_json
+from distflow_jax.parsing.paths import reading
+from distflow_jax.report.json_lines import append
 
 KEYS = ("prompt", "ground_truth", "data_source", "extra_info")
 
@@ -32,15 +35,22 @@ class PromptStore:
     def __init__(self, path: pathlib.Path, count: int):
         """Raises ValueError for a file of something else."""
         self._path, self._count, self._news = path, count, threading.Condition()
-        self._rows: list[Example] = []
-        self._closed = False
+        self._rows, self._closed = list[Example](), False
         if path.exists():
-            whole, _, _ = path.read_bytes().rpartition(b"\n")  # a kill may have cut the last one
-            lines = whole.split(b"\n") if whole else []
+            with reading(path) as file:
+                lines = file.read().splitlines(keepends=True)
             for number, line in enumerate(lines, 1):
                 place = f"{path}, line {number}"
-                self._rows.append(_example(parse_json(line, place), place))
-            os.truncate(path, len(whole) + bool(lines))
+                try:
+                    row = parse_json(line, place)
+                except ValueError:
+                    if line.endswith(b"\n") or not line.startswith(b"{"):
+                        raise
+                    os.truncate(path, path.stat().st_size - len(line))  # a kill has cut it
+                    break
+                self._rows.append(_example(row, place))
+                if not line.endswith(b"\n"):
+                    append(path, "\n")
 
     def __len__(self) -> int:
         return self._count
@@ -65,18 +75,18 @@ class PromptStore:
         """Appends rows with the keys of KEYS; returns their numbers. ValueError for others."""
         with self._news:
             first = len(self._rows)
-            examples = [_example(row, self.place(first + i)) for i, row in enumerate(rows)]
+            try:
+                lines = [json.dumps(dict(x) if isinstance(x, Mapping) else x) + "\n" for x in rows]
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"prompts must be values of JSON: {error}") from error
+            # as a run that goes on has them
+            examples = [_example(json.loads(x), self.place(first + i)) for i, x in enumerate(lines)]
             if first + len(examples) > self._count:
                 raise ValueError(
                     f"{first + len(examples)} prompts are more than the {self._count} that the "
                     "steps of this run can use; raise training.steps, or put fewer"
                 )
-            try:
-                lines = [json.dumps(dict(row)) + "\n" for row in rows]
-            except TypeError as error:
-                raise ValueError(f"prompts must be values of JSON: {error}") from error
-            with self._path.open("a") as file:
-                file.writelines(lines)
+            append(self._path, "".join(lines))
             self._rows += examples
             self._news.notify_all()
             return range(first, len(self._rows))
@@ -103,9 +113,6 @@ def _example(row: Any, place: str) -> Example:
     prompt = read_messages(row.get("prompt"), place, "prompt")
     if not isinstance(prompt, str | list) or not prompt:
         raise ValueError(f"{place}: 'prompt' must be a text or a list of messages, got {prompt!r}")
-    return Example(
-        prompt,
-        str(row.get("data_source", "")),
-        row.get("ground_truth"),
-        dict(row.get("extra_info") or {}),
-    )
+    check_fields(row, {"data_source": TEXT.or_null(), "extra_info": OBJECT.or_null()}, place)
+    source, extra = row.get("data_source") or "", row.get("extra_info") or {}
+    return Example(prompt, source, row.get("ground_truth"), extra)

@@ -13,6 +13,7 @@ checkpoints and report. docs/foreign_engines.md explains the calls.
 
 import contextlib
 import dataclasses
+import operator
 import os
 import secrets
 import time
@@ -105,8 +106,7 @@ class Trainer:
         """Starts the training in a thread; it begins when the prompts of a step are there."""
         if self._training is not None:
             raise ValueError("init_engines was called already")
-        addresses = read_addresses(self._folder)
-        self._before = None if addresses is None else addresses.attempt
+        self._before = getattr(read_addresses(self._folder), "attempt", None)
         threads = ThreadPoolExecutor(1, thread_name_prefix="training")
         self._training = threads.submit(self._train)
         threads.shutdown(wait=False)
@@ -158,8 +158,7 @@ class Trainer:
         `uid` is (prompt counter, sample), `prompt` int32 ids [P]. With the weights of
         `weight_sync_notify` no group may be there to begin: then it returns empty columns.
         """
-        unknown = [name for name in columns if name not in READ]
-        if unknown:
+        if unknown := [name for name in columns if name not in READ]:
             raise ValueError(f"unknown column {unknown[0]!r}; a sampler reads {', '.join(READ)}")
         if self._held < 0:
             raise ValueError("take weights by weight_sync_notify before the first prompts")
@@ -186,21 +185,17 @@ class Trainer:
         that do not fit, with the uid: none of them is taken then.
         """
         sampler = self._sampler
-        wrong = [name for name in WRITTEN if name not in columns]
-        if wrong or sampler is None:
-            raise ValueError(
-                f"column {wrong[0]!r} is missing; put {', '.join(WRITTEN)}"
-                if wrong
-                else "there are no prompts yet: call get_experience_data before"
-            )
+        if wrong := [name for name in WRITTEN if name not in columns]:
+            raise ValueError(f"column {wrong[0]!r} is missing; put {', '.join(WRITTEN)}")
+        if sampler is None:
+            raise ValueError("there are no prompts yet: call get_experience_data before")
         if unsized := [name for name in columns if not hasattr(columns[name], "__len__")]:
             raise ValueError(f"column {unsized[0]!r} is no list: {columns[unsized[0]]!r:.80}")
-        if len({len(columns[name]) for name in columns}) > 1:
-            raise ValueError(
-                f"columns differ in length: { {n: len(c) for n, c in columns.items()} }"
-            )
+        lengths = {name: len(column) for name, column in columns.items()}
+        if len({*lengths.values()}) > 1:
+            raise ValueError(f"columns differ in length: {lengths}")
         missing, responses = sampler.missing(), []
-        versions = columns.get("version") or [None] * len(columns["uid"])
+        versions = columns.get("version", [None] * lengths["uid"])
         for uid, tokens, logp, version in zip(
             *(columns[name] for name in WRITTEN), versions, strict=True
         ):
@@ -303,7 +298,7 @@ class Trainer:
 def _uid_of(uid: Any) -> tuple[int, int]:
     try:
         counter, sample = uid
-        return int(counter), int(sample)
+        return operator.index(counter), operator.index(sample)
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"a uid is (prompt counter, sample), as get_experience_data gave it, got {uid!r:.80}"

@@ -135,7 +135,7 @@ def test_damage_is_found(saved, writer, what):
 def test_a_wrong_number_of_processes(saved, writer):
     complete(saved, writer, 1)
     path = saved.folder / "1" / FILE
-    for text in ("2", '{"processes": -1}', '{"processes": "x"}', "{"):
+    for text in ("2", '{"processes": -1}', '{"processes": "x"}', "{", "[" * 99999):
         path.write_text(text)
         assert saved.latest() is None
     path.write_text(json.dumps({"processes": 2}))

@@ -48,7 +48,9 @@ def test_a_change_in_any_segment_is_seen(checkpoint, at):
 
 
 @pytest.mark.parametrize(
-    "text", ["[]", '{"arrays/whole": []}', '{"arrays/whole": [1048576, 1]}', '{"a": 3}', "{"]
+    "text",
+    ["[]", '{"arrays/whole": []}', '{"arrays/whole": [1048576, 1]}', '{"a": 3}', "{", "[" * 99999],
+    ids=len,
 )
 def test_a_damaged_table_is_damage(checkpoint, text):
     (checkpoint / checksums.FILE).write_text(text)

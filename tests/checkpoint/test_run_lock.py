@@ -189,7 +189,10 @@ def test_a_holder_that_lost_its_folder_ends(tmp_path):
     assert "process 9 on tpu-7" in errors and "took over" in errors
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"token": 1}', "\0" * 512])
+ODD = ["", "{", "[1]", '{"token": 1}', "\0" * 512, "9" * 5000, "[" * 99999]
+
+
+@pytest.mark.parametrize("content", ODD, ids=len)
 def test_a_damaged_file_locks_nobody_out(tmp_path, content):
     (tmp_path / NAME).write_text(content)
     RunLock(tmp_path, **BEATS).release()

@@ -251,8 +251,12 @@ def test_tools_may_await_and_only_a_value_error_is_the_models_mistake(tmp_path):
         "    return json.loads('<html>')\n"
         "def gone(text):\n"
         "    raise ConnectionError('refused')\n"
+        "def raw(text):\n"
+        "    return text.encode()\n"
+        "def unread(text):\n"
+        "    return [iter(text), wait(text).close()]\n"
     )
-    names = ("wait", "refuse", "garbled", "gone")
+    names = ("wait", "refuse", "garbled", "gone", "raw", "unread")
     tools = {"sum": "calculator"} | {name: f"{file}:{name}" for name in names}
 
     def call(name):
@@ -271,6 +275,9 @@ def test_tools_may_await_and_only_a_value_error_is_the_models_mistake(tmp_path):
     assert call("refuse") == "<result>error: no such city</result>"
     assert call("garbled").error.startswith("tool 'garbled' raised json.decoder.JSONDecodeError")
     assert call("gone").error.startswith("tool 'gone' raised ConnectionError: refused")
+    # an address would differ between two objects that are given the same turns
+    for name, what in (("raw", "b'1+1' (bytes)"), ("unread", "[<str_ascii_iterator object at 0x")):
+        assert f"tool {name!r} raised TypeError: it returned {what}" in call(name).error
 
 
 def test_tools_work_without_a_run():

@@ -88,7 +88,7 @@ class Faulty(Counted):
             if self.how == "raise":
                 raise KeyError("no such room")
             if self.how == "exit":
-                raise SystemExit(3)
+                raise {"reset": SystemExit, "step": KeyboardInterrupt}[where](3)
             if self.how == "stop":
                 raise StopIteration
             if self.how == "hang":

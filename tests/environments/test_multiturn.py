@@ -369,10 +369,27 @@ def test_first_observations_that_cannot_be(sampler, caplog):
         (Turn([400]), "ids from 400 to 400, the vocabulary 320"),
         (Turn([[1]]), "text, token ids"),
         (Turn([0.5]), "text, token ids"),
+        (Turn(bytearray(b"ab")), "text, token ids, .* got bytearray"),
         ("text", "returned 'text' .str., not a Turn"),
+        (Turn(reward="1.5"), r"a Turn of \('1.5', False, {}\) .* not of \(number, bool"),
+        (Turn(reward=10**400), "a Turn of"),
+        (Turn(done="False"), r"a Turn of \(0.0, 'False', {}\)"),
+        (Turn(done=None), r"a Turn of \(0.0, None, {}\)"),
+        (Turn(done=[False]), "a Turn of"),
+        (Turn(logged={"hints": "2"}), "a Turn of .*{'hints': '2'}"),
     ],
 )
 def test_turns_that_cannot_be_are_refused(turn, message):
     environments = Environments("calculator", {}, TOKENIZER, calls=CallLimits(HANG))
     with pytest.raises((TypeError, ValueError), match=message):
         environments.observed(turn)
+
+
+def test_numbers_of_other_packages_are_numbers():
+    environments = Environments("calculator", {}, TOKENIZER, calls=CallLimits(HANG))
+    environments.observed(Turn("", np.float16(0.5), np.bool_(True), {"a": np.array(1)}))
+    assert Environments(f"{__name__}:Lone", {}, TOKENIZER, calls=CallLimits(HANG)).counts == ("a1",)
+
+
+class Lone(Parrot):
+    counts = "a1"  # as of ("a1")

@@ -48,7 +48,11 @@ CASES = {
 
 
 def config_of(**changes):
-    return df.load_config("vision_tiny", SETTINGS | changes)
+    settings = SETTINGS
+    if changes.get("dag") in ("sft", "dpo", "reward_model"):  # read no settings of sampling
+        unread = ("rollout.num_", "reward.", "algorithm.")
+        settings = {key: value for key, value in SETTINGS.items() if not key.startswith(unread)}
+    return df.load_config("vision_tiny", settings | changes)
 
 
 @pytest.mark.slow

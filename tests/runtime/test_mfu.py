@@ -14,7 +14,7 @@ from support.tiny_config import tiny_config
 from distflow_jax import run
 from distflow_jax.models.model_flops import BatchWork
 from distflow_jax.planning.chips import peak_flops
-from distflow_jax.programs import xla_options
+from distflow_jax.programs import program_folder
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.runtime import mfu
 
@@ -70,7 +70,7 @@ def test_steps_that_never_come_cannot_be_profiled(tmp_path):
 def test_a_run_of_devices_with_a_peak(tmp_path, monkeypatch):
     peak = 1e9
     monkeypatch.setattr(mfu, "peak_flops", lambda kind: peak)
-    monkeypatch.delenv(xla_options.VARIABLE)  # that of the tests
+    monkeypatch.delenv(program_folder.VARIABLE)  # that of the tests
     more = ["training.steps=2", "eval.dataset=", "algorithm.kl_coef=0.1", "training.epochs=2"]
     more += [f"compilation_cache={tmp_path / 'compiled'}", "observe.profile_steps=2"]
     config, steps = config_of(*more), {}

@@ -62,7 +62,10 @@ def test_store_grows_and_is_read_again(tmp_path):
     assert list(again.put([{"prompt": "d"}])) == [2]
     with pytest.raises(ValueError, match="4 prompts are more than the 3"):
         again.put([{"prompt": "e"}])
+    content = (tmp_path / "prompts.jsonl").read_text()
+    (tmp_path / "prompts.jsonl").write_text(content[:-1])  # whole but for its end
     third = PromptStore(tmp_path / "prompts.jsonl", 3)
+    assert (tmp_path / "prompts.jsonl").read_text() == content
     assert [third[i].prompt for i in range(3)] == ["a", "b", "d"]
 
 
@@ -72,7 +75,9 @@ def test_store_grows_and_is_read_again(tmp_path):
         ({"prompt": ""}, "'prompt' must be a text"),
         ({"text": "a"}, "unknown key 'text'"),
         ("a", "a row must have keys"),
-        ({"prompt": "a", "extra_info": {"x": {1}}}, "values of JSON"),
+        ({"prompt": "a", "extra_info": {"x": {1}}}, "values of JSON: Object of type set"),
+        ({"prompt": "a", "extra_info": "x"}, "prompt 0 from outside: extra_info must be an object"),
+        ({"prompt": "a", "data_source": 5}, "data_source must be text or null, got 5"),
     ],
 )
 def test_rows_that_are_refused(tmp_path, row, reason):
@@ -82,6 +87,21 @@ def test_rows_that_are_refused(tmp_path, row, reason):
     assert store.num_rows == 0
     if (tmp_path / "prompts.jsonl").exists():
         assert not json_lines(tmp_path / "prompts.jsonl")
+
+
+@pytest.mark.parametrize("content", ["no row", "[1, 2]", '{"text": "a"}', '{"prompt": 1}\n'])
+def test_a_file_of_something_else_is_left_as_it_is(tmp_path, content):
+    (path := tmp_path / "prompts.jsonl").write_text(content)
+    with pytest.raises(ValueError, match="prompts.jsonl, line 1: "):
+        PromptStore(path, 3)
+    assert path.read_text() == content
+
+
+def test_rows_are_those_that_a_run_which_goes_on_has(tmp_path):
+    stores = [PromptStore(tmp_path / "prompts.jsonl", 3)]
+    stores[0].put([{"prompt": "a", "ground_truth": (1, 2), "extra_info": {1: 2}}])
+    stores += [PromptStore(tmp_path / "prompts.jsonl", 3)]
+    assert stores[0][0] == stores[1][0] and stores[0][0].ground_truth == [1, 2]
 
 
 def test_calls_that_are_refused(tmp_path):

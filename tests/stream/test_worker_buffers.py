@@ -191,10 +191,11 @@ def test_addresses_are_written_whole_and_read_back(tmp_path):
     BufferAddresses("a1", ("127.0.0.1:5",)).write(tmp_path)
     assert read_addresses(tmp_path) == BufferAddresses("a1", ("127.0.0.1:5",), ended=False)
     assert start_before(tmp_path) == "a1"
-    (tmp_path / "task_buffers.json").write_text("{")
-    assert start_before(tmp_path) == ""
-    with pytest.raises(ValueError, match="not a file of servers"):
-        read_addresses(tmp_path)
+    for text in ("{", "[" * 99999):
+        (tmp_path / "task_buffers.json").write_text(text)
+        assert start_before(tmp_path) == ""
+        with pytest.raises(ValueError, match="not a file of servers"):
+            read_addresses(tmp_path)
     assert addresses("host:1,[::1]:2") == ("host:1", "[::1]:2")
     assert addresses("runs/far") == ()
     assert addresses("./a:b") == addresses("/a:1/b") == ()

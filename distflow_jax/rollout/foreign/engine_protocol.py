@@ -48,6 +48,7 @@ class Failure:
     reason: str  # one line, for the log
     # whether the connection failed: the engine may have been started again, with other weights
     lost: bool = False
+    again: float = 0.0  # seconds after which the engine asks to be called again
 
 
 @dataclasses.dataclass(frozen=True)

@@ -374,7 +374,7 @@ class ForeignScheduler:
             tries = self._failed[key] = self._failed.get(key, 0) + cost
             uid = (entry.group.request.prompt.counter, entry.partial.sample)
             said.setdefault((tries, failure.reason), []).append(uid)
-            pause = min(MOST_PAUSE, LEAST_PAUSE * 2 ** max(0, tries - 1))
+            pause = max(failure.again, min(MOST_PAUSE, LEAST_PAUSE * 2 ** max(0, tries - 1)))
             self._later.append((time.monotonic() + pause, entry.group, entry.partial))
             if tries >= self._limits.most_tries:
                 text = (

@@ -7,7 +7,9 @@ before top-k and top-p, as everywhere in this package.
 
 import dataclasses
 import functools
+import re
 import string
+import urllib.parse
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +17,7 @@ import numpy as np
 
 from distflow_jax.parsing.checked_fields import at_least, one_of
 from distflow_jax.parsing.http_call import CallFailed, Connections, HttpServer
+from distflow_jax.parsing.one_line import shown
 from distflow_jax.parsing.setting_checks import Section, setting
 from distflow_jax.rollout.foreign.engine_protocol import (
     Answer,
@@ -47,7 +50,8 @@ class HttpStep:
 
     def filled(self, **values: str) -> "HttpStep":
         """The step with values in the place of its names."""
-        return HttpStep(self.method, _filled(self.path, values), _filled(self.body, values))
+        quoted = {name: urllib.parse.quote(value) for name, value in values.items()}
+        return HttpStep(self.method, _filled(self.path, quoted), _filled(self.body, values))
 
 
 # vLLM with VLLM_SERVER_DEV_MODE=1
@@ -154,12 +158,12 @@ class OpenAIEngine:
         except CallFailed as error:
             raise EngineError(f"{self.name} does not answer: {error}") from error
         entries = listed if isinstance(listed, list) else ()
-        names = [entry.get("id") for entry in entries if isinstance(entry, Mapping)]
+        names = [e["id"] for e in entries if isinstance(e, Mapping) and type(e.get("id")) is str]
         if not names or self._settings.model and self._settings.model not in names:
             raise EngineError(
                 f"{self.name} serves no model {self._settings.model!r}; it lists {names}"
             )
-        self._model = self._settings.model or str(names[0])
+        self._model = self._settings.model or names[0]
         try:
             metrics = self._settings.server.call("GET", "/metrics", **limits)
         except CallFailed:
@@ -185,7 +189,7 @@ class OpenAIEngine:
             )
             yield read_completion(found, request)
         except CallFailed as error:
-            yield Failure(request.id, str(error), error.lost)
+            yield Failure(request.id, str(error), error.lost, error.again)
 
     def _body(self, request: EngineRequest) -> dict[str, Any]:
         sampling = request.sampling
@@ -228,23 +232,24 @@ def read_completion(found: Mapping[str, Any], request: EngineRequest) -> Answer:
     """The answer in a server's JSON. CallFailed where it is none."""
     choices = found.get("choices")
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], Mapping):
-        raise CallFailed(f"the answer has no single choice: {_short(found)}")
+        raise CallFailed(f"the answer has no single choice: {shown(found)}")
     choice = choices[0]
     read = choice.get("prompt_token_ids")
     if read is not None and read != request.tokens.tolist():
         raise CallFailed("the server read another prompt than it was given")
     if choice.get("finish_reason") not in ("stop", "length"):
-        raise CallFailed(f"the response ended by {choice.get('finish_reason')!r}")
+        raise CallFailed(f"the response ended by {shown(choice.get('finish_reason'))}")
     logprobs = choice.get("logprobs")
     logprobs = logprobs if isinstance(logprobs, Mapping) else {}
-    tokens = choice.get("token_ids")
-    if tokens is None:
-        tokens = _ids(logprobs.get("tokens"))
+    tokens, spelled = choice.get("token_ids"), _ids(logprobs.get("tokens"))
+    tokens = spelled if tokens is None else tokens
     logp = logprobs.get("token_logprobs")
     if not isinstance(tokens, list):
         raise CallFailed(
             "the answer has no token ids; the server must know return_token_ids (vLLM 0.10.2)"
         )
+    if spelled not in (None, tokens):
+        raise CallFailed("log-probs of other tokens than token_ids")
     if logp is not None and not isinstance(logp, list):
         raise CallFailed("token_logprobs is no list")
     return Answer(request.id, tokens, logp, choice["finish_reason"] == "stop")
@@ -261,10 +266,13 @@ def read_steps(entries: Any, place: str) -> tuple[HttpStep, ...]:
         if not fits or not all(isinstance(part, str) for part in entry[:2]):
             raise ValueError(
                 f'{place}: a step is a list such as ["POST", "/resume"] or ["POST", "/load", '
-                f'{{"path": "$folder"}}], got {_short(entry)}'
+                f'{{"path": "$folder"}}], got {shown(entry)}'
             )
-        if not entry[1].startswith("/"):
-            raise ValueError(f"{place}: the path of a step begins with /, got {entry[1]!r}")
+        if not re.fullmatch("/[!-~]*", entry[1]):
+            raise ValueError(
+                f"{place}: the path of a step begins with / and is ASCII without spaces, got "
+                f"{shown(entry[1])}"
+            )
         steps.append(HttpStep(*entry))
     return tuple(steps)
 
@@ -273,10 +281,8 @@ def _ids(texts: Any) -> list[int] | None:
     """Ids of tokens that are written as "token_id:7"; None for others."""
     if not isinstance(texts, list):
         return None
-    found = [str(text).removeprefix("token_id:") for text in texts]
-    if not all(text.isascii() and text.isdigit() and len(text) < 12 for text in found):
-        return None
-    return [int(text) for text in found]
+    found = [re.fullmatch(r"token_id:(\d{1,11})", str(text), re.ASCII) for text in texts]
+    return [int(match[1]) for match in found if match] if all(found) else None
 
 
 def _started(metrics: str) -> float | None:
@@ -285,7 +291,7 @@ def _started(metrics: str) -> float | None:
         name, _, value = line.partition(" ")
         if name == _STARTED:
             try:
-                return float(value)
+                return float(value) if value.lower() != "nan" else None
             except ValueError:
                 return None
     return None
@@ -299,8 +305,3 @@ def _filled(value: Any, values: Mapping[str, str]) -> Any:
     if isinstance(value, list):
         return [_filled(part, values) for part in value]
     return value
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 100 else f"{text[:100]}..."

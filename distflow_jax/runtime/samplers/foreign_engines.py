@@ -12,8 +12,10 @@ from distflow_jax.parsing.addresses import checked_address
 from distflow_jax.parsing.checked_fields import COUNT, OBJECT, POSITIVE, TEXT, Kind, check_fields
 from distflow_jax.parsing.http_call import HttpServer
 from distflow_jax.parsing.json_text import read_json_object
+from distflow_jax.parsing.one_line import one_line
 from distflow_jax.parsing.paths import checked_path
 from distflow_jax.parsing.pem_files import read_secret
+from distflow_jax.parsing.setting_checks import check_values
 from distflow_jax.rollout.foreign.engine_protocol import ForeignEngine
 from distflow_jax.rollout.foreign.foreign_scheduler import ForeignLimits, ForeignStart
 from distflow_jax.rollout.foreign.openai_engine import (
@@ -160,6 +162,7 @@ def read_engine(flag: str, settings_file: str = "") -> EngineChoice | None:
             )
         return None
     if kind not in ("openai", "distflow"):
+        flag = one_line(flag)
         raise ValueError(
             f"--engine={flag}: give {OWN}, openai:http://HOST:PORT or distflow:HOST:PORT"
         )
@@ -182,5 +185,6 @@ def _read_settings(path: str) -> EngineSettings:
         if key not in known:
             raise ValueError(f"{path}: unknown key {key!r} ({hint(str(key), known)})")
     check_fields(values, _KINDS, path)
+    check_values(values, path, of_user=True)
     named = {k: str(checked_path(_PATHS[k], k, values[k])) for k in _PATHS if values.get(k)}
     return EngineSettings(**{**values, **named})

@@ -41,7 +41,7 @@ def read_addresses(folder: str | os.PathLike) -> BufferAddresses | None:
     try:
         found = json.loads(text)
         return BufferAddresses(str(found["attempt"]), tuple(found["buffers"]), bool(found["ended"]))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is not a file of servers ({error}): remove it") from error
 
 

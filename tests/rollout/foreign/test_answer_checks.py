@@ -1,7 +1,11 @@
 """Answers that are refused, and settings of engines that are."""
 
+import socket
+import threading
+
 import numpy as np
 import pytest
+from support.waiting import HANG
 
 from distflow_jax.parsing.http_call import CallFailed, HttpServer
 from distflow_jax.rollout.foreign.engine_protocol import Answer, EngineRequest, checked_columns
@@ -57,6 +61,7 @@ def test_good_answer():
         ({"logp": [-1.0, 0.5, -1.0]}, "log-prob 0.5"),
         ({"logp": [-1.0, -(10**400), -1.0]}, "a log-prob that no float holds"),
         ({"logp": [-1.0, -1e300, -1.0]}, "log-prob -inf"),
+        ({"logp": [-1.0, -9999.0, -1.0]}, "log-prob -9999"),
         ({"logp": "abc"}, "log-probs that are no list"),
         ({"logp": -1.0}, "log-probs that are no list"),
         ({"logp": [-1.0, True, -1.0]}, "without log-prob"),
@@ -104,6 +109,10 @@ def test_completion_is_read():
         (completion(finish_reason="abort"), "ended by 'abort'"),
         (completion(token_ids=None, logprobs={"tokens": ["a", "b"]}), "return_token_ids"),
         (completion(logprobs={"token_logprobs": 3}), "no list"),
+        # texts of tokens that look like ids
+        (completion(token_ids=None, logprobs={"tokens": ["1", "2"]}), "return_token_ids"),
+        (completion(token_ids=[1, 3]), "log-probs of other tokens"),
+        (completion(finish_reason="x" * 9999), r"ended by 'x{70,80}\.\.\.$"),
     ],
 )
 def test_completion_that_is_refused(found, reason):
@@ -122,9 +131,14 @@ def test_log_probs_must_be_of_the_temperature():
 
 
 def test_settings():
-    for url in ("", "localhost:8000", "ftp://a", "http://", "http://a:b"):
+    urls = ("", "localhost:8000", "ftp://a", "http://", "http://a:b", "http://[::g]:80")
+    # a key behind a path would be dropped
+    for url in (*urls, "http://a/x y", "http://a/v1?key=1", "http://a/#x", "http://a/\xfc"):
         with pytest.raises(ValueError, match="is no address"):
             HttpServer(url)
+    with pytest.raises(ValueError, match="^'https://...@a:1/x' is no address") as told:
+        HttpServer("https://me:secret@a:1/x")
+    assert "secret" not in str(told.value)
     server = HttpServer("http://127.0.0.1:8000", "secret")
     assert "secret" not in repr(server)
     with pytest.raises(ValueError, match="logprobs must be one of"):
@@ -133,16 +147,52 @@ def test_settings():
         OpenAISettings(server, slots=0)
 
 
+@pytest.mark.parametrize(
+    ("answer", "reason", "again"),
+    [
+        (b"HTTP/1.1 429 -\r\nRetry-After: 7\r\n\r\nbusy", "^HTTP 429 of /: busy$", 7),
+        (b"HTTP/1.1 503 -\r\nRetry-After: 999999\r\n\r\n", "^HTTP 503 of /: $", 60),
+        (
+            b"HTTP/1.1 503 -\r\nRetry-After: Wed, 21 Oct\r\n\r\n\x1b[2Ja\nb",
+            r"\\x1b\[2Ja b$",
+            0,
+        ),
+        (b"SSH-2.0-OpenSSH\r\n", r"broke off: SSH-2.0-OpenSSH\\r\\n$", 0),
+        (b"HTTP/1.1 200 -\r\nTransfer-Encoding: chunked\r\n\r\n-5\r\n", "broke off", 0),
+    ],
+)
+def test_an_answer_that_is_none_is_said_in_one_line(answer, reason, again):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1 << 16)
+                connection.sendall(answer)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        server = HttpServer(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        with pytest.raises(CallFailed, match=reason) as told:
+            server.call("GET", "/", seconds=HANG, most_bytes=1000)
+        thread.join(HANG)
+    assert told.value.again == again and str(told.value).isprintable()
+
+
 def test_steps_of_a_load():
     entries = [["POST", "/load/$version", {"a": ["$folder", 3]}], ["GET", "/go"]]
     steps = read_steps(entries, "f")
     filled = steps[0].filled(folder="/w", version="7")
     assert (filled.path, filled.body) == ("/load/7", {"a": ["/w", 3]})
     assert steps[1].filled(folder="/w", version="7").body is None
+    (step,) = read_steps([["POST", "/load?path=$folder", {"path": "$folder"}]], "f")
+    step = step.filled(folder="/my runs/\xfc&", version="7")
+    assert (step.path, step.body) == ("/load?path=/my%20runs/%C3%BC%26", {"path": "/my runs/\xfc&"})
     for entries, reason in (
         ("x", "a step is"),
         ([["POST"]], "a step is"),
         ([["POST", "x"]], "with /"),
+        ([["POST", "/x y"]], "ASCII without spaces, got '/x y'"),
     ):
         with pytest.raises(ValueError, match=reason):
             read_steps(entries, "f")
