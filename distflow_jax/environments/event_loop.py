@@ -264,7 +264,7 @@ def name_call(what: str) -> None:
 
 
 async def _outcome(function: Callable[..., Any], args: tuple) -> _Outcome:
-    """A SystemExit that was raised would end the loop, others the response's conversation."""
+    """What a call gave or raised. Not caught, a SystemExit would end the loop for all."""
     try:
         return await function(*args), None
     except ANYTHING as error:

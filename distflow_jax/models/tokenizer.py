@@ -60,12 +60,13 @@ class Tokenizer:
         return cls(**tokenizer_files.read_folder(Path(path), most))
 
     @classmethod
-    def from_gguf(cls, fields: Mapping[str, Any]) -> "Tokenizer":
+    def from_gguf(cls, fields: Mapping[str, Any], origin: str = "GGUF metadata") -> "Tokenizer":
         """Reads GGUF metadata of a byte-level BPE tokenizer (`tokenizer.ggml.model` "gpt2").
 
-        Raises ValueError for any other kind and for invalid metadata.
+        `origin`: their file, for messages. Raises ValueError for any other kind and for invalid
+        metadata.
         """
-        return cls(**tokenizer_files.read_gguf(fields))
+        return cls(**tokenizer_files.read_gguf(fields, origin))
 
     @classmethod
     def byte_level(cls, vocab_size: int) -> "Tokenizer":

@@ -124,7 +124,7 @@ def _package_errors(place: str) -> Iterator[None]:
         raise ValueError(f"{place}: {one_line(str(error))}") from error
 
 
-def read_gguf(fields: Mapping[str, Any]) -> Parts:
+def read_gguf(fields: Mapping[str, Any], origin: str) -> Parts:
     """The parts in GGUF metadata, see Tokenizer.from_gguf."""
     kind = fields.get("tokenizer.ggml.model")
     if kind != "gpt2":
@@ -176,9 +176,8 @@ def read_gguf(fields: Mapping[str, Any]) -> Parts:
     if style == "qwen2":
         # the metadata has one end token; generation_config.json, its source, has both
         stop.append("<|endoftext|>")
-    return _assemble(
-        backend, special, stop, fields.get("tokenizer.chat_template"), origin="GGUF metadata"
-    )
+    template = fields.get("tokenizer.chat_template")
+    return _assemble(backend, special, stop, template, origin=origin)
 
 
 def byte_level(vocab_size: int) -> Parts:

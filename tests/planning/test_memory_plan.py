@@ -6,6 +6,7 @@ offload.
 
 import copy
 import dataclasses
+import functools
 import gc
 import json
 
@@ -384,7 +385,7 @@ def test_every_segment_takes_what_plan_py_says(tmp_path, monkeypatch):
         runtime.runners = {name: watched(name, r) for name, r in runtime.runners.items()}
         return runtime
 
-    monkeypatch.setattr(run, "build", watching)
+    monkeypatch.setattr(run, "open_run", functools.partial(run.open_run, build=watching))
     assert run.train_here(tiny_config("training.steps=1"), tmp_path / "run") == 0
     totals = {s["name"]: s["total"] for s in planned}
     del totals["update_weights"]  # no node of the plan, and beside it lies less than in a rollout

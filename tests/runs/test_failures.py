@@ -346,7 +346,7 @@ def wait_for_phase(job, phase, draw, workdir, saved):
         job.wait_until(job.has_started)
         time.sleep(draw.uniform(0, 6))
     elif phase == "compile":
-        job.wait_until(lambda: "compiling the programs" in job.output)
+        job.wait_until(lambda: "algorithm " in job.output)  # the line before
         time.sleep(draw.uniform(0, 4))
     elif phase == "write":
 

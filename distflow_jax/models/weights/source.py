@@ -479,7 +479,7 @@ def _open_gguf(spec: str, path: Path) -> ModelSource:
     config = decoder_from_gguf(
         name, file.fields, names, rope_freqs, mixture=mixture, **family.SWITCHES
     )
-    tokenizer = Tokenizer.from_gguf(file.fields)
+    tokenizer = Tokenizer.from_gguf(file.fields, origin=str(path))
     return _source(spec, config, tokenizer, file, family.gguf_weights(config), GGUF_IGNORED, [path])
 
 
