@@ -40,7 +40,9 @@ _PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
 # images for JAX set the first), except unrolled loops, which hold two layers' gathered weights at
 # once. Pipelining has another name and kind of value from jax 0.12 on.
 # TPU: the asynchronous collectives that openxla.org/xla/flags_guidance suggests where they differ
-# from the default; all-gathers are asynchronous by default.
+# from the default; all-gathers are asynchronous by default. The threshold keeps a gather of large
+# weights and its product apart: XLA would make a loop over the shards of them, which reads and
+# writes the whole result once for each, and permutes the shards in turn (docs/lab/pods.md).
 OF_COLLECTIVES: Mapping[str, Mapping[str, Any]] = {
     "gpu": {
         "xla_gpu_enable_latency_hiding_scheduler": True,
@@ -54,14 +56,8 @@ OF_COLLECTIVES: Mapping[str, Mapping[str, Any]] = {
     "tpu": {
         "xla_tpu_enable_async_collective_fusion_fuse_all_reduce": True,
         "xla_tpu_enable_async_all_to_all": True,
+        "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
     },
-}
-# With more shards than MOST_WINDOWS on an axis, the threshold keeps a gather of large weights and
-# its product apart. XLA:TPU would make a loop over the shards of them, which reads and writes the
-# whole result once for each. With few shards, the loop hides the gather (docs/lab/pods.md).
-MOST_WINDOWS = 8
-OF_WIDE_AXES: Mapping[str, Mapping[str, Any]] = {
-    "tpu": {"xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000},
 }
 
 
@@ -72,26 +68,18 @@ def compiler_options(mesh: Mesh, *, sampler: bool = False, runs: bool = True) ->
     version of XLA are left out, and logged once at debug level.
     """
     device = _own_device(mesh)
-    widest = max(mesh.shape.values())
-    wanted = wanted_options(device.platform, mesh.size, sampler=sampler, widest=widest)
+    wanted = wanted_options(device.platform, mesh.size, sampler=sampler)
     if not runs:
         wanted |= NEVER_RUN.get(device.platform, _NONE)
     return {name: value for name, value in wanted.items() if _known(device, name, value)}
 
 
-def wanted_options(
-    platform: str, devices: int, *, sampler: bool = False, widest: int = 1
-) -> dict[str, Any]:
-    """Options of a program on `devices` devices, including those unknown to this XLA.
-
-    `widest`: shards on the largest axis of the mesh.
-    """
+def wanted_options(platform: str, devices: int, *, sampler: bool = False) -> dict[str, Any]:
+    """Options of a program on `devices` devices, including those unknown to this XLA."""
     platform = _PLATFORMS.get(platform, platform)
     wanted = dict((OF_SAMPLERS if sampler else OF_ALL).get(platform, _NONE))
     if devices > 1 and not sampler:
         wanted |= OF_COLLECTIVES.get(platform, _NONE)
-        if widest > MOST_WINDOWS:
-            wanted |= OF_WIDE_AXES.get(platform, _NONE)
     flags = {flag for name in _VARIABLES for flag in _names(os.environ.get(name, ""))}
     return {name: value for name, value in wanted.items() if name not in flags}
 

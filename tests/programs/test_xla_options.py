@@ -70,9 +70,6 @@ def test_this_version_of_xla_knows_those_of_gpus():
 def test_this_version_of_libtpu_knows_those_of_tpus():
     pod = Mesh(np.array(open_topology("v5p:2x2x1").devices), ("x",))
     assert xla_options.compiler_options(pod) == xla_options.OF_COLLECTIVES["tpu"]
-    wide = Mesh(np.array(open_topology("v5e:4x4").devices), ("x",))
-    more = xla_options.OF_WIDE_AXES["tpu"]
-    assert xla_options.compiler_options(wide) == xla_options.OF_COLLECTIVES["tpu"] | more
 
 
 def test_what_a_person_sets_wins(monkeypatch):
