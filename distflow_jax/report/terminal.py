@@ -171,7 +171,13 @@ class Terminal:
                 self._redraw()
 
     def close(self) -> None:
-        """Ends the region that is redrawn; its progress line stays."""
+        """Ends the region that is redrawn, whose progress line stays, and the thread.
+
+        The thread keeps what `details` reads: the run, with its arrays and programs.
+        """
+        with self._changed:
+            self._speaker = None
+            self._changed.notify_all()
         if self._live is None:
             return
         self._waits = []
@@ -182,10 +188,12 @@ class Terminal:
 
     def _speak(self) -> None:
         """Says what a log file is to know of waits, while there are any."""
+        own = threading.current_thread()
         while True:
             with self._changed:
-                while not self._waits:
-                    self._changed.wait()
+                self._changed.wait_for(lambda: self._waits or self._speaker is not own)
+                if self._speaker is not own:
+                    return
                 self._say(self._waits[-1])
             time.sleep(_LOOK)
 

@@ -1,5 +1,6 @@
 """Terminal output of a run: lines that fit, announced waits, messages of one style."""
 
+import gc
 import io
 import json
 import logging
@@ -8,6 +9,7 @@ import sys
 import sysconfig
 import time
 import warnings
+import weakref
 
 import pytest
 import rich.console
@@ -16,7 +18,7 @@ from support.waiting import HANG, until
 from distflow_jax.report import log_lines, terminal
 from distflow_jax.report.read_run import read_run
 from distflow_jax.report.run_end import print_commands, print_end
-from distflow_jax.report.terminal import Terminal, cut, shortened
+from distflow_jax.report.terminal import ResponseCount, Terminal, cut, shortened
 
 STAMP = r"\d\d-\d\d \d\d:\d\d:\d\d "
 
@@ -95,6 +97,18 @@ def test_a_log_file_is_told_of_long_waits_only(monkeypatch):
     first, second = lines(found)
     assert re.fullmatch(f"{STAMP}compiling the programs of the plan ...", first)
     assert re.fullmatch(f"{STAMP}compiling the programs of the plan: done in \\d+s", second)
+
+
+def test_what_is_closed_keeps_nothing_of_its_run():
+    """Its thread would keep the models, and the programs of each earlier run of a process."""
+    found, of_run = opened(), ResponseCount(2)
+    there = weakref.ref(of_run)
+    found.details["rollout"] = of_run.__str__
+    with found.activity("rollout"):
+        pass
+    found.close()
+    del found, of_run
+    until(lambda: gc.collect() >= 0 and there() is None)
 
 
 def test_no_silence_is_long(monkeypatch):
