@@ -264,7 +264,7 @@ def name_call(what: str) -> None:
 
 
 async def _outcome(function: Callable[..., Any], args: tuple) -> _Outcome:
-    """What a call gave or raised. Not caught, a SystemExit would end the loop for all."""
+    """A call's result or error. Not caught, a SystemExit would end the loop for all."""
     try:
         return await function(*args), None
     except ANYTHING as error:
