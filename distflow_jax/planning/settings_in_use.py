@@ -124,7 +124,7 @@ def check_chosen(config: Config, graph: Graph, chosen: Collection[str], *, sees:
         if not rule.in_use(config, graph):
             refuse(rule.keys, rule.why, rule.fix)
     if not sees:
-        keys = ("data.image_tokens", "data.image_root")
+        keys = ("data.image_tokens",)
         refuse(keys, "the model reads no images", "choose a model.source that does")
     for rule in _OF_GRAPHS if config.dag in built_in() else ():
         if not rule.in_use(config, graph):

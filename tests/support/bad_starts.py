@@ -25,7 +25,7 @@ BYTES = "\udcff\udcfe"  # of a command line that is not UTF-8
 # values that no key of a type takes; a type of several words is the first of them here
 OF_TYPE = {
     "dict": ["7", "{'a': ", "{'a': 1e999}", BYTES],
-    "tuple": ["7"],
+    "tuple": ["{'a': 1}"],
     "int": ["many", "1.5", "nan", "[1]", "-2147483647", "99999999999"],
     "float": ["hot", "nan", "-inf", "1e39", "[1.0]", "1e-46"],
     "bool": ["maybe", "7"],
