@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from distflow_jax.parsing.json_text import json_problem, parse_json, read_text
+from distflow_jax.parsing.json_text import DECODER, json_problem, parse_json, read_text
 from distflow_jax.parsing.paths import reading
 
 _SPACE = re.compile(r"[ \t\n\r]*")  # between JSON's tokens
@@ -71,7 +71,6 @@ class JsonArrayReader:
     def __init__(self, path: Path):
         self._path = path
         self._text = read_text(path, MOST_ARRAY_BYTES)
-        self._decoder = json.JSONDecoder()
         self._starts = list(self._scan())
 
     def __len__(self) -> int:
@@ -79,7 +78,7 @@ class JsonArrayReader:
 
     def row(self, row: int) -> Any:
         """Parses one item."""
-        return self._decoder.raw_decode(self._text, self._starts[row])[0]
+        return DECODER.raw_decode(self._text, self._starts[row])[0]
 
     def rows(self, first: int, end: int) -> Iterator[Any]:
         """Items in order, parsed."""
@@ -97,7 +96,7 @@ class JsonArrayReader:
                 if row:
                     self._expect(",", end)
                     end = self._skip_space(end + 1)
-                after = self._decoder.raw_decode(text, end)[1]
+                after = DECODER.raw_decode(text, end)[1]
             except (ValueError, RecursionError) as error:
                 raise ValueError(
                     f"{self.place(row)}: {json_problem(error, of_file=True)}"

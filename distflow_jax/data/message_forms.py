@@ -12,6 +12,7 @@ from typing import Any
 
 from distflow_jax.data.example import Message
 from distflow_jax.data.row_checks import bad_value, checked_prompt
+from distflow_jax.parsing.json_text import DECODER, json_problem
 from distflow_jax.parsing.one_line import shown
 
 MESSAGE_COLUMNS = ("prompt", "messages", "conversations", "chosen", "rejected", "completion")
@@ -45,11 +46,11 @@ def read_messages(value: Any, place: str, column: str) -> Any:
 def _parsed_messages(text: str, place: str, column: str) -> Any:
     """The messages in JSON text; the text itself if it is another. Raises ValueError."""
     try:
-        found = json.loads(text)
+        found = DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         if _goes_on(text, error):
             return text
-        problem = f"text of messages that is no JSON ({error}): write a list, or JSON"
+        problem = f"text of messages: {json_problem(error)}; write a list, or JSON"
         raise bad_value(place, column, problem) from None
     messages = found if isinstance(found, list) else [found]
     if _are_messages(messages):
@@ -118,7 +119,7 @@ def template_variables(row: dict[str, Any], place: str) -> dict[str, Any]:
                 continue
             value = [_parsed(tool) for tool in value] if isinstance(value, list) else value
         except (ValueError, RecursionError) as error:
-            raise bad_value(place, column, f"not valid JSON: {error}") from None
+            raise bad_value(place, column, json_problem(error)) from None
         if not isinstance(value, kind) or not all(isinstance(x, dict | str) for x in value):
             problem = f"expected {'JSON schemas' if kind is list else 'an object'}, or JSON of it"
             raise bad_value(place, column, f"{problem}, got {shown(value)}")
@@ -128,7 +129,7 @@ def template_variables(row: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def _parsed(value: Any) -> Any:
-    return json.loads(value) if isinstance(value, str) else value
+    return DECODER.decode(value) if isinstance(value, str) else value
 
 
 def without_nulls(value: Any) -> Any:

@@ -1,10 +1,12 @@
 """JSON of strangers: every fault of text is one ValueError that names the place.
 
 Python's own parser raises three kinds of errors, two of them for valid JSON, and accepts what no
-other parser does. Bounds: nesting as deep as Python's stack, integers of 4,300 digits
-(sys.set_int_max_str_digits), and a size of files.
+other parser does. A key that occurs twice in an object is a fault too: one value would be lost.
+Bounds: nesting as deep as Python's stack, integers of 4,300 digits (sys.set_int_max_str_digits),
+and a size of files.
 """
 
+import collections
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -16,6 +18,21 @@ from distflow_jax.parsing.paths import reading
 MOST_FILE_BYTES = 256 << 20  # of a JSON file read whole: vocabularies have some 30 MiB
 
 
+class _RepeatedKeyError(ValueError):
+    """An object has a key twice."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        [(key, _)] = collections.Counter(key for key, _ in pairs).most_common(1)
+        raise _RepeatedKeyError(f"key {shown(key)} occurs twice in an object: keep one")
+    return found
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=_object)
+
+
 def parse_json(text: str | bytes | bytearray, place: str) -> Any:
     """The value of a JSON text; bytes are UTF-8, with or without a mark of byte order.
 
@@ -24,7 +41,7 @@ def parse_json(text: str | bytes | bytearray, place: str) -> Any:
     try:
         # loads(bytes) would guess the encoding
         text = text if isinstance(text, str) else text.decode("utf-8-sig")
-        return json.loads(text)
+        return DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{place}: {json_problem(error)}") from error
 
@@ -41,6 +58,8 @@ def json_problem(error: Exception, *, of_file: bool = False) -> str:
         return f"not valid JSON at {line}character {error.colno}: {one_line(error.msg)}"
     if isinstance(error, RecursionError):
         return "objects nested too deeply: flatten them"
+    if isinstance(error, _RepeatedKeyError):
+        return str(error)
     return f"a number with too many digits ({str(error).split(';')[0]}): write it as a string"
 
 

@@ -90,6 +90,7 @@ def test_text_of_any_language_keeps_its_place_in_an_array(tmp_path):
         ("[" * 100_000, "row 1: objects nested too deeply"),
         (b'[{"prompt": "\xff"}]', r"a\.json: not UTF-8 text"),
         ('[{"prompt": "a"}]'.encode("utf-16"), "not UTF-8 text"),
+        ('[{"prompt": "a", "prompt": "b"}]', "row 1: key 'prompt' occurs twice in an object"),
         ("null", "row 1: expected an object with columns, got None"),
     ],
 )

@@ -122,6 +122,7 @@ def test_trl_rows(tmp_path):
         ('{"prompt": "a", "data_source": 3}', "row 3, column 'data_source': expected text, got 3"),
         ('{"prompt": "a", "images": ["x"]}', "row 3, column 'images': 1 image and 0 <im"),
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "row 3, column 'messages'"),
+        ('{"prompt": "a", "a": {"b": 1, "b": 2}}', "row 3: key 'b' occurs twice in an object"),
         (b'{"prompt": "\xff\xfe"}'.decode("latin-1"), "row 3: not UTF-8"),
     ],
 )

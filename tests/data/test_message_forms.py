@@ -83,7 +83,7 @@ def test_json_text_of_messages_is_read(tmp_path, text):
 def test_a_repr_of_messages_is_refused(tmp_path, text):
     for column in ("prompt", "messages"):
         message = refused(tmp_path, {column: text})
-        assert f"column '{column}'" in message and "no JSON" in message
+        assert f"column '{column}'" in message and "not valid JSON" in message
 
 
 @pytest.mark.parametrize(
@@ -260,6 +260,7 @@ def test_variables_of_a_row(tmp_path, template, given):
         ({"tools": [1]}, "column 'tools': expected JSON schemas"),
         ({"chat_template_kwargs": [1]}, "column 'chat_template_kwargs': expected an object"),
         ({"chat_template_kwargs": "[]{"}, "column 'chat_template_kwargs': not valid JSON"),
+        ({"chat_template_kwargs": '{"a": 1, "a": 2}'}, "kwargs': key 'a' occurs twice"),
         ({"prompt": "text", "tools": [TOOL]}, "column 'tools': is for the chat template"),
     ],
 )
