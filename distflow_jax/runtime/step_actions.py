@@ -196,19 +196,28 @@ def preempt(run: OpenRun, metrics: Metrics) -> None:
 
 def end_early(run: OpenRun, ended: Ended, stop: StopSignal) -> int:
     """Ends the run before its last step, with as complete a checkpoint as time allows; returns the
-    exit code. Collective."""
+    exit code. Collective.
+
+    Where a mini-batch has changed the weights already, those of the last step are gone: there is no
+    new checkpoint, and the next start goes on from the newest.
+    """
     step, goes_on = run.state.step, ended.reason != DATA_ENDED
     run.recorder.stop_reason = ended.reason
-    if step and run.saved_step != step:
+    changed = any(x.is_deleted() for x in jax.tree.leaves(run.state.models))
+    if step and not changed and run.saved_step != step:
         _save(run, goes_on=goes_on)
     if step and goes_on:
         preempted = ended.reason == PREEMPTED
         end = stop.deadline() if preempted else time.monotonic() + SAVING_SECONDS
         run.evaluating.record_evaluations(step - 1, end=end)
-        run.source.finish_saving(step, end)
+        if run.saved_step == step:
+            run.source.finish_saving(step, end)
     elif step:
         run.evaluating.record_evaluations(step)
     log.warning("%s", ended.told(step, run.prepared.config.training.steps))
+    if changed and run.saved_step != step:
+        saved = run.saved_step
+        log.warning("step %d had begun to train: step %d is the last saved", 1 + step, saved)
     return EXIT_PREEMPTED if goes_on else EXIT_DONE
 
 

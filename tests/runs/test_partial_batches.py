@@ -18,7 +18,9 @@ from distflow_jax import run
 from distflow_jax.report.run_writer import read_metrics
 from distflow_jax.runtime import step_actions
 from distflow_jax.runtime.step_actions import measure
+from distflow_jax.stream.batches.agreement import Agreement, no_workers
 from distflow_jax.training.state import TrainState
+from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
 
 SMALL = (
     *SMALL_AHEAD,
@@ -231,3 +233,28 @@ def test_ready_partial_batches_on_two_processes(tmp_path):
         assert counters == list(range(PROMPTS * (step - 1), PROMPTS * step))
         ages = [age for record in found[step] for age in record["age"]]
         assert 0 <= min(ages) and max(ages) <= 1
+
+
+@pytest.mark.slow
+def test_a_run_without_workers_within_a_step_goes_on_from_its_newest_checkpoint(
+    tmp_path, monkeypatch, caplog
+):
+    """The first mini-batch of step 4 has changed the weights that step 3 left."""
+    next_partial_batch = Agreement.next
+
+    def without_workers(self, wait_until):
+        if (self._planner.step, self._planner.mini_batch) == (4, 1):
+            raise no_workers(self._config, ["rollout"])
+        return next_partial_batch(self, wait_until)
+
+    how = (
+        *("stream.partial_batches=counter", "stream.partial_batch_prompts=2"),
+        *("training.mini_batches=2", "algorithm.correction=none", "algorithm.proximal=rollout"),
+        "checkpoint.every=2",
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(Agreement, "next", without_workers)
+        assert run.train_here(tiny_config(*SMALL, *how), tmp_path) == EXIT_PREEMPTED
+    assert "step 4 had begun to train: step 2 is the last saved" in caplog.messages
+    assert run.train_here(tiny_config(*SMALL, *how), tmp_path) == 0
+    check_partial_batches(tmp_path)
