@@ -111,8 +111,8 @@ def test_trainers_without_a_worker_say_so_soon_and_each_minute_until_one_comes(w
     assert after(9.0) == []
     (line,) = after(1.2)
     assert line == (
-        "waits for samples: no worker has joined, and 4 prompts wait for one; start one, unless it "
-        "is starting: distflow worker --join=x"
+        "waiting for samples: no worker has joined, and 4 prompts are waiting for one; unless a "
+        "worker is already starting, start one: distflow worker --join=x"
     )
     assert len(after(59.0)) == 1
     assert "no worker has joined" in after(1.2)[1]
@@ -188,7 +188,7 @@ def test_prompts_that_nobody_puts_count_as_waiting(waiting):
     after(0.0)
     assert thread.missing_workers == []
     lines = after(NO_WORKERS + 1)
-    assert "0 prompts wait for one, and further ones cannot begin; start one" in lines[-1]
+    assert "0 prompts are waiting for one, and further ones cannot begin; unless" in lines[-1]
     assert thread.missing_workers == ["gen"]
 
 

@@ -59,8 +59,8 @@ class WorkerLog:
         host node that it would run, `lacking`: prompts wait to be drawn as well."""
         which = f" that runs node {node!r}" if node else ""
         log.warning(
-            "waits for samples: no worker%s %s, and %d prompts wait for one%s; start one, unless "
-            "it is starting: %s%s",
+            "waiting for samples: no worker%s %s, and %d prompts are waiting for one%s; unless a "
+            "worker is already starting, start one: %s%s",
             which,
             f"was at work for {seconds:.0f} s" if self._met else "has joined",
             groups,
