@@ -12,9 +12,9 @@ found by registry.STAGES; the coordinator holds the batch between nodes. With th
 grpo (configs/dags/grpo.yaml), by the ids of its nodes:
 
     batch |= rollout(sampler, batch)                      # response, rollout_logp
-    batch |= reward(batch)                                # score
     batch |= old_logp(policy, batch)                      # old_logp, if the config needs it
     batch |= reference(reference_model, batch)            # ref_logp, if the config needs it
+    batch |= reward(batch)                                # score
     batch |= advantage(batch)                             # advantage
     policy, metrics = actor_train(policy, batch)
 
@@ -51,7 +51,7 @@ from distflow_jax.runtime.mfu import Utilization
 from distflow_jax.runtime.recorder import Recorder
 from distflow_jax.runtime.run_description import describe_end, introduce
 from distflow_jax.runtime.run_files import changes_named, open_folder, recorded_date
-from distflow_jax.runtime.run_sampler import start_samplers
+from distflow_jax.runtime.run_sampler import load_samplers
 from distflow_jax.runtime.run_state import first_or_restored_state
 from distflow_jax.runtime.samplers.make_source import make_source
 from distflow_jax.runtime.samplers.replays import open_recording
@@ -172,7 +172,7 @@ def open_run(
         record.enter_context(recorder)  # closed last: its report reads what the others leave
         recorder.begin(runtime)
         began = time.perf_counter()
-        start_samplers(prepared, runtime, state, phases)
+        load_samplers(prepared, runtime, state, phases)
         source, evaluating = make_source(
             prepared, runtime, state, place, instruments, saved, recorder, schedule
         )

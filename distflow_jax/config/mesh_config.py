@@ -40,7 +40,7 @@ class MeshConfig(Section, name="mesh"):
     # all. Samplers use all devices, or those in roles.ROLLOUT
     devices: str = ""
     # overrides for a training role or a model: {"CRITIC": {"devices": "6:8", "tensor": 2}}. For
-    # samplers: {"ROLLOUT": {"devices": "6:8"}}, which includes all trainers' devices or none
+    # samplers: {"ROLLOUT": {"devices": "6:8"}}, which are the trainers' devices or none of them
     roles: Mapping[str, Mapping[str, int | str]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):

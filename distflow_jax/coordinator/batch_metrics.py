@@ -13,7 +13,7 @@ import numpy as np
 
 from distflow_jax.batch import Samples
 from distflow_jax.cluster import processes
-from distflow_jax.layout import OF_GROUP, VERSION
+from distflow_jax.layout import OF_GROUP, TOKENS_OF_AGE, VERSION
 from distflow_jax.observe.metrics import summarize
 
 
@@ -109,7 +109,6 @@ def _image_metrics(table: StepTable) -> dict[str, float]:
 
 
 _SHARES = ("age_share", "in_flight_share", "waiting_share")
-_TOKENS = "tokens_of_age"  # as policy_objective.py names them
 _GAP, _ITS_TOKENS = (f"rollout_corr/{name}{OF_GROUP}" for name in ("gap", "tokens"))
 _OF_AGE = re.compile(r"(.*rollout_corr/)(\w+)/(\d+)")
 _SHARE_OF_LABEL = re.compile(r"(.*)kto/(chosen|rejected)_share")
@@ -188,8 +187,8 @@ def means_by_age(metrics: Mapping[str, float]) -> dict[str, float]:
     found = dict(metrics)
     for key in [key for key in metrics if _OF_AGE.fullmatch(key)]:
         prefix, name, age = _OF_AGE.fullmatch(key).groups()
-        value, share = found.pop(key), metrics[f"{prefix}{_TOKENS}/{age}"]
-        if name != _TOKENS and share:
+        value, share = found.pop(key), metrics[f"{prefix}{TOKENS_OF_AGE}/{age}"]
+        if name != TOKENS_OF_AGE and share:
             found[key] = value / share
     return found
 

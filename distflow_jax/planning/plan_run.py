@@ -185,7 +185,7 @@ class RunPlan:
     plan: Plan
     models: dict[str, ModelOfRun]  # by state key
     until: Until | None  # where the plan has a region
-    # whether trainers sample, not workers, or nobody in a replay
+    # False: workers sample, or the run replays recorded samples
     trainers_sample: bool = dataclasses.field(default=True, kw_only=True)
     # of a pod that is planned for, in the canonical order; None: those of this job
     devices: Sequence[jax.Device] | None = dataclasses.field(default=None, kw_only=True)

@@ -20,7 +20,7 @@ class RewardRequest:
     prompt: str = ""  # the text that the model was given, with its chat template
     messages: list[dict[str, Any]] | None = None  # the prompt of the row, if it is a conversation
     tokens: array.array = dataclasses.field(default_factory=lambda: array.array("i"))  # [T]
-    step: int = 0  # steps before the one that the prompt belongs to
+    step: int = 0  # batches of prompts before its own: steps, but in a region that filters
 
     @property
     def response_length(self) -> int:

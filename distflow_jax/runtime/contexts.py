@@ -18,10 +18,10 @@ from distflow_jax.rewards.pool import RewardPool
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.stages.registry import context_of, first_state_of, resolve
 from distflow_jax.stages.stage_context import (
+    ComputeContext,
     ModelContext,
     NodeContext,
     ResponseHooks,
-    RewardContext,
     SamplingContext,
     TrainContext,
 )
@@ -31,7 +31,7 @@ from distflow_jax.training.update import UpdateShape
 class ContextFactory:
     """Makes each node's context: on the mesh of its role, with the optimizer of its model.
 
-    `meshes` are keyed by layout. Nodes on the host need what follows it, nodes on meshes do not.
+    `meshes` are keyed by layout. Only nodes on the host need the arguments after `meshes`.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class ContextFactory:
         self._counts = collections.Counter(_stage_name(t.node) for t in run.plan.tasks)
         self._makers: dict[type[NodeContext], Callable[[Task], NodeContext]] = {
             SamplingContext: self._sampling,
-            RewardContext: self._reward,
+            ComputeContext: self._reward,
             ModelContext: self._model,
             TrainContext: self._train,
         }
@@ -87,9 +87,9 @@ class ContextFactory:
             on_response=self.on_response,
         )
 
-    def _reward(self, task: Task) -> RewardContext:
+    def _reward(self, task: Task) -> ComputeContext:
         config = self._run.config
-        return RewardContext(
+        return ComputeContext(
             node=task.node,
             prefix=self._prefix(task.node),
             algorithm=config.algorithm,

@@ -13,9 +13,7 @@ from distflow_jax.runtime.run_state import RunState
 from distflow_jax.stages.evaluate import Evaluation, Scored
 
 
-def start_samplers(
-    prepared: PreparedRun, runtime: Runtime, state: RunState, phases: Phases
-) -> None:
+def load_samplers(prepared: PreparedRun, runtime: Runtime, state: RunState, phases: Phases) -> None:
     """First weights for every sampler, and their programs compiled; updates `state`, and the memory
     that is needed. Collective. ValueError if that is more than there is."""
     engine, compiled = runtime.engine, False

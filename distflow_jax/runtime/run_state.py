@@ -10,7 +10,7 @@ from distflow_jax.checkpoint.checkpointer import Checkpointer
 from distflow_jax.checkpoint.node_states import encoded, from_json, to_json
 from distflow_jax.cluster import processes
 from distflow_jax.config.training_config import TrainingConfig
-from distflow_jax.layout import Metrics
+from distflow_jax.layout import KEPT_WEIGHT, Metrics
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.run_models import States, starting_weights
 from distflow_jax.runtime.build import Runtime
@@ -38,7 +38,7 @@ class RunState:
         """
         of_nodes = [name for name in metrics if name.startswith("training/nonfinite/")]
         metrics["training/nonfinite"] = nonfinite = sum(metrics.pop(name) for name in of_nodes)
-        kept = [value for name, value in metrics.items() if name.endswith(_KEPT)]
+        kept = [value for name, value in metrics.items() if name.endswith(KEPT_WEIGHT)]
         self.nonfinite = self.nonfinite + 1 if nonfinite else 0
         self.rejected = self.rejected + 1 if 0 in kept else 0
 
@@ -53,7 +53,7 @@ def first_or_restored_state(
 ) -> tuple[RunState, Place]:
     """State and place of the newest checkpoint, to which the loader is set too, or of step 0.
 
-    Samplers have no state yet, see run_sampler.start_samplers.
+    Samplers have no state yet, see run_sampler.load_samplers.
     """
     dtype = prepared.sizes.forward.compute_dtype
     states = States(prepared.models, prepared.source, prepared.config, runtime.meshes, dtype)
@@ -86,7 +86,6 @@ def first_or_restored_state(
     return state, place
 
 
-_KEPT = "rollout_corr/kept_weight_max"
 _DIGESTS = {"starting_weights", "model"}  # keys of a checkpoint's info; the second: version 0.1
 _UNKNOWN_START = "it does not say which weights the run was started from, and continues with"
 

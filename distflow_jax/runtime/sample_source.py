@@ -33,7 +33,8 @@ from distflow_jax.stream.checks import sampling_tasks
 
 
 class SampleSource(Protocol):
-    """A source of samples. All calls but `at_rest` and `stop_waiting` are collective.
+    """A source of samples. All calls but `at_rest`, `status`, `stop_waiting` and `close` are
+    collective.
 
     Attributes:
       place: in the data.
@@ -79,11 +80,15 @@ class SampleSource(Protocol):
         """Waits for these samples, at most until `end`, a time of time.monotonic()."""
 
     def status(self) -> str:
-        """The workers that sample, for a line of a log on a long wait; "": there are none."""
+        """The workers that sample, for a line of a log on a long wait; "": there are none. From any
+        thread."""
 
     def stop_waiting(self) -> None:
         """Waits for workers that are missing no longer than a few seconds: the run is told to end.
         From any thread, not collective."""
+
+    def close(self) -> None:
+        """Ends threads and connections."""
 
 
 class SourceOfPartialBatches(SampleSource, Protocol):

@@ -25,10 +25,10 @@ from distflow_jax.batch import Rows
 from distflow_jax.config.algorithm_config import AlgorithmConfig
 from distflow_jax.config.algorithm_tables import ADVANTAGES
 from distflow_jax.dag.plan_walker import Stage
-from distflow_jax.stages.stage_context import RewardContext, require
+from distflow_jax.stages.stage_context import ComputeContext, require
 
 
-def build_advantage(context: RewardContext) -> Stage:
+def build_advantage(context: ComputeContext) -> Stage:
     """score [K, R, S], rows, and what the algorithm needs beyond that (value,
     baseline, old_logp, ref_logp) -> advantage and returns [K, R, L], 0 outside responses.
 
@@ -87,7 +87,7 @@ def without_unscored(rows: Rows, fields: dict[str, jax.Array]) -> tuple[Rows, di
     return rows, fields | cleaned
 
 
-def first_coefficient(context: RewardContext) -> np.float32 | None:
+def first_coefficient(context: ComputeContext) -> np.float32 | None:
     """The state that an advantage begins with: a steered KL coefficient as the config gives it."""
     return np.float32(context.algorithm.kl_coef) if context.algorithm.kl_target else None
 

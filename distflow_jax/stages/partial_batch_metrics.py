@@ -2,8 +2,7 @@
 itself.
 
 Means are over tokens or over sequences, so partial batches weigh by their numbers of these. Metrics
-of an
-update are not among them: an optimizer step divides its sums by itself.
+of an update are not among them: an optimizer step divides its sums by itself.
 
 K mini-batches, R rows, L tokens per row, S sequences per row.
 """

@@ -28,9 +28,9 @@ from distflow_jax.stages.reward import build_reward, build_token_age
 from distflow_jax.stages.rollout import build_rollout
 from distflow_jax.stages.score_choices import build_choose_pairs, build_weighted_sum
 from distflow_jax.stages.stage_context import (
+    ComputeContext,
     ModelContext,
     NodeContext,
-    RewardContext,
     SamplingContext,
     TrainContext,
 )
@@ -134,13 +134,13 @@ STAGES: dict[tuple[str, str], StageKind] = {
         per_token="rollout_logp version",
     ),
     ("REWARD", "COMPUTE"): _kind(
-        build_reward, RewardContext, "uid prompt response", "score", "unshaped_score"
+        build_reward, ComputeContext, "uid prompt response", "score", "unshaped_score"
     ),
     ("REWARD", "MODEL_INFERENCE"): _kind(build_scores, ModelContext, "rows", "score"),
     ("REWARD", "MODEL_TRAIN"): _kind(build_reward_model_update, TrainContext, "rows", ""),
     ("ACTOR", "COMPUTE"): _kind(
         build_advantage,
-        RewardContext,
+        ComputeContext,
         "score rows",
         "advantage",
         "returns",
@@ -165,14 +165,14 @@ OBJECTIVES: dict[str, StageKind] = {
 NAMED: dict[str, StageKind] = {
     "token_age": _kind(
         build_token_age,
-        RewardContext,
+        ComputeContext,
         "version step",
         "",
         "age prox_alpha",
         per_token="age prox_alpha",
     ),
-    "choose_pairs": _kind(build_choose_pairs, RewardContext, "uid score", "keep"),
-    "weighted_sum": _kind(build_weighted_sum, RewardContext, None, "score"),
+    "choose_pairs": _kind(build_choose_pairs, ComputeContext, "uid score", "keep"),
+    "weighted_sum": _kind(build_weighted_sum, ComputeContext, None, "score"),
 }
 
 

@@ -21,10 +21,10 @@ from distflow_jax.rewards.pool import failures
 from distflow_jax.rewards.prompt_requests import request_for
 from distflow_jax.rewards.records import RewardRequest, RewardResult
 from distflow_jax.rollout.requests import Response
-from distflow_jax.stages.stage_context import RewardContext
+from distflow_jax.stages.stage_context import ComputeContext
 
 
-def build_reward(context: RewardContext) -> Stage:
+def build_reward(context: ComputeContext) -> Stage:
     """uid, prompt, response -> score, and unshaped_score if the node writes it; float32 [N].
 
     The score of a response that the function left out is NaN.
@@ -146,7 +146,7 @@ def overlong_penalty(
     return np.maximum(penalty_N, -1.0 if cap else -np.inf).astype(np.float32)
 
 
-def build_token_age(context: RewardContext) -> Stage:
+def build_token_age(context: ComputeContext) -> Stage:
     """version, int32 [T] each, and step, int64 [N] -> age, and prox_alpha if the node writes it;
     float32 [T] each.
 

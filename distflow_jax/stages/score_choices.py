@@ -9,10 +9,10 @@ import numpy as np
 from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.layout import Parts
 from distflow_jax.observe.metrics import merge
-from distflow_jax.stages.stage_context import RewardContext
+from distflow_jax.stages.stage_context import ComputeContext
 
 
-def build_weighted_sum(context: RewardContext) -> Stage:
+def build_weighted_sum(context: ComputeContext) -> Stage:
     """{name: scores, float32 [N]} -> score, float32 [N]: the sum of weight x score.
 
     The names are those of the node's reads; `options: {weights: {name: number}}` has a weight for
@@ -44,7 +44,7 @@ def build_weighted_sum(context: RewardContext) -> Stage:
     return weighted_sum
 
 
-def build_choose_pairs(context: RewardContext) -> Stage:
+def build_choose_pairs(context: ComputeContext) -> Stage:
     """uid, score -> keep, int [N]: 1 for the best of a group, 2 for the worst, 0 for the others.
 
     The first of equals is taken, and none without a score (NaN). A group whose scores are all equal

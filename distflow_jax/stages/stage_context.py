@@ -84,7 +84,7 @@ class SamplingContext(NodeContext):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class RewardContext(NodeContext):
+class ComputeContext(NodeContext):
     """Everything between a response and its advantage: for COMPUTE nodes, which hold no model."""
 
     algorithm: AlgorithmConfig

@@ -124,7 +124,7 @@ class Ahead:
             judges=not by_rounds,
             missing=lambda: sampling.missing_workers,
         )
-        self.drive = Driver(
+        self.driver = Driver(
             producer,
             nodes,
             sampling,
@@ -133,7 +133,7 @@ class Ahead:
             idle=self.publications.note_idle,
             known=self._rounds.known if self._rounds else lambda end: True,
         )
-        self._times = self.drive.times
+        self._times = self.driver.times
 
     # -- weights ----------------------------------------------------------------------------------
 
@@ -206,7 +206,7 @@ class Ahead:
             self._next(step)
         cut = self._planner.cut
         with self._times.block("wait"):
-            self.drive.wait_until(decided, needs=cut.end)
+            self.driver.wait_until(decided, needs=cut.end)
         self._sampling.rest()  # devices that it shares are the trainer's from here on
         self.saver.add_complete()  # while the groups are there
         with self._lock:
@@ -222,9 +222,9 @@ class Ahead:
             raise Ended(DATA_ENDED)
         begun = time.monotonic()
         with self._times.block("wait"):
-            partial_batch = self._agreement.next(self.drive.wait_until)
+            partial_batch = self._agreement.next(self.driver.wait_until)
             counters = partial_batch.counters
-            self.drive.wait_until(
+            self.driver.wait_until(
                 lambda: self._steps.knows(self.producer, step, counters), needs=ALL
             )
         self._waited = time.monotonic() - begun
@@ -269,7 +269,7 @@ class Ahead:
         waits no longer, and samplers of this process begin with no newer version. From the first
         one on that a process lacks then, all processes leave them out. Collective.
         """
-        evaluations = self.drive.evaluations
+        evaluations = self.driver.evaluations
         if end < math.inf:
             self._sampling.end_with(version)
             self.saver.end()
@@ -281,7 +281,7 @@ class Ahead:
                 there = due not in evaluations.missing(due)
                 return there or time.monotonic() > end or bool(self._sampling.missing_workers)
 
-            self.drive.wait_until(ended, needs=ALL, waits_for=f"evaluation of step {due}")
+            self.driver.wait_until(ended, needs=ALL, waits_for=f"evaluation of step {due}")
         late = itertools.chain(*processes.all_gather_json(evaluations.missing(version)))
         return evaluations.take(min(late, default=version + 1) - 1)
 
@@ -292,7 +292,7 @@ class Ahead:
     def not_evaluated(self, version: int) -> list[int]:
         """The versions up to one whose evaluations `evaluated` has not returned; on all processes
         alike."""
-        return self.drive.evaluations.open(version)
+        return self.driver.evaluations.open(version)
 
     # -- the sampler's arrays ---------------------------------------------------------------------
 
@@ -350,13 +350,13 @@ class Ahead:
     def end_saving(self, end: float) -> None:
         """Waits until the samples of all checkpoints are complete and written, at most until `end`,
         a time of time.monotonic()."""
-        self.drive.wait_until(lambda: self.saver.settled or time.monotonic() > end, needs=ALL)
+        self.driver.wait_until(lambda: self.saver.settled or time.monotonic() > end, needs=ALL)
         self.saver.wait(max(0.0, end - time.monotonic()))
 
     def close(self) -> None:
         """Drops what is under way, unless a sampler's thread is still at it, and waits for what is
         being written."""
-        self.drive.close()
+        self.driver.close()
         self._agreement.close()
         if self._rounds is not None:
             self._rounds.close()

@@ -36,7 +36,7 @@ class ExactOrder:
         whether all processes know the filter decisions of all groups below; `due(version)`: whether
         a version is evaluated."""
         self._admission, self._known, self._due = admission, known, due
-        self._oldest = self._version = held  # all versions below the second one are evaluated
+        self._oldest = self._version = held  # versions below `_version` are evaluated
         self._step = admission.finished + 1
         self._begun = admission.position  # all groups below have begun
         self._last: int | None = None  # no newer version has work; None: all have

@@ -27,7 +27,7 @@ from distflow_jax.cluster import processes
 from distflow_jax.cluster.peers import Peers
 from distflow_jax.stream.producer import Producer
 
-STARVING = 1  # kind of: 1 + the newest version with which a sampler has nothing to do
+STARVING = 1  # a kind of Peers: 1 + the newest version with which a sampler has nothing to do
 _OF_AGE = re.compile(r".*rollout_corr/k3_kl/(\d+)")
 
 

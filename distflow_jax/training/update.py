@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import NamedSharding, PartitionSpec
 
+from distflow_jax.layout import KEPT_WEIGHT
 from distflow_jax.models import lora
 from distflow_jax.models.parameters import param_shardings
 from distflow_jax.parallel.rules import data_ranks, use_mesh
@@ -31,8 +32,6 @@ from distflow_jax.training.state import TrainState, divided, joined, state_shard
 
 # bool beside the metrics of an optimizer step: whether it had sequences, so that these count
 HAS_SEQUENCES = "training/has_sequences"
-# largest weight of a token, of objectives whose corrections and rejections weigh them
-KEPT_WEIGHT = "rollout_corr/kept_weight_max"
 
 
 @jax.tree_util.register_dataclass

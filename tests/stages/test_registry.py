@@ -8,9 +8,9 @@ import pytest
 from distflow_jax.dag.graph import Node
 from distflow_jax.stages.registry import NAMED, OBJECTIVES, STAGES, context_of, first_state_of
 from distflow_jax.stages.stage_context import (
+    ComputeContext,
     ModelContext,
     NodeContext,
-    RewardContext,
     SamplingContext,
     TrainContext,
 )
@@ -25,7 +25,7 @@ def test_a_builder_takes_the_record_of_its_kind(kind):
             assert typing.get_type_hints(function)["context"] is kind.context
 
 
-@pytest.mark.parametrize("record", [SamplingContext, RewardContext, ModelContext, TrainContext])
+@pytest.mark.parametrize("record", [SamplingContext, ComputeContext, ModelContext, TrainContext])
 def test_a_record_is_frozen_and_begins_with_the_node(record):
     assert issubclass(record, NodeContext) and record.__dataclass_params__.frozen
     assert [field.name for field in dataclasses.fields(record)][:2] == ["node", "prefix"]
@@ -34,7 +34,7 @@ def test_a_record_is_frozen_and_begins_with_the_node(record):
 def test_the_record_follows_from_the_type_of_the_node():
     for (role, kind), stage in STAGES.items():
         expected = {
-            "COMPUTE": RewardContext,
+            "COMPUTE": ComputeContext,
             "MODEL_INFERENCE": SamplingContext if role == "ROLLOUT" else ModelContext,
             "MODEL_TRAIN": TrainContext,
         }

@@ -80,7 +80,7 @@ def test_a_checkpoint_without_samples_has_the_account_of_all_tokens(tmp_path):
 def test_samples_that_such_a_checkpoint_lacks_are_lost(tmp_path):
     stream, whole = plain_stream(tmp_path, owned(), steps=9), BATCH * SAMPLES * TOKENS
     train(stream, 1)
-    stream.drive.wait_until(lambda: stream.producer.under_way == whole)
+    stream.driver.wait_until(lambda: stream.producer.under_way == whole)
     assert stream.saver.total_account() == TokenAccount(trained=whole, lost=whole)
     stream.close()
 
@@ -169,7 +169,7 @@ def test_a_run_that_ends_begins_no_later_evaluation(tmp_path, monkeypatch):
     (found,) = stream.evaluated(0, end=time.monotonic() + HANG)
     assert found.version == 0
     stream.saver.recorded(0)
-    stream.drive.wait_until(lambda: stream.saver.settled, needs=ALL)
+    stream.driver.wait_until(lambda: stream.saver.settled, needs=ALL)
     stream.close()
     stream.saver._writer.close()  # its thread waits for the checkpoint, which nobody writes here
     assert len(made) == 1

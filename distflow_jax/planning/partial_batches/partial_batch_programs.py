@@ -2,8 +2,7 @@
 
 A unit that trains adds its rows to accumulators in the model's state, between two small programs:
 `begin` makes the accumulators, `finish` makes the optimizer step. Fields that nodes read of the
-whole batch wait on the host. A *spec* is a pytree of
-jax.ShapeDtypeStruct with shardings.
+whole batch wait on the host. A *spec* is a pytree of jax.ShapeDtypeStruct with shardings.
 """
 
 import dataclasses

@@ -1,1 +1,1 @@
-"""The samplers of a run: made, fed with weights, evaluated, and running ahead."""
+"""The samplers of a run: their source in a run, their links to trainers, and workers."""

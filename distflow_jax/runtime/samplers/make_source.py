@@ -1,4 +1,4 @@
-"""Makes the source of a run's samples, and starts samplers that run ahead."""
+"""Makes the source of a run's samples; samplers that run ahead begin with it."""
 
 import functools
 import logging
@@ -73,7 +73,7 @@ def make_source(
     """Where a run's samples come from, and how it evaluates. Collective.
 
     A source whose samplers run ahead takes the sampler's state out of `state`, and the samples of
-    the checkpoint that the run goes on from. The samplers must have been started.
+    the checkpoint that the run goes on from. The samplers must have their first weights.
     """
     config, phases = prepared.config.stream, instruments.phases
     source: Synchronous | Ahead | Recorded

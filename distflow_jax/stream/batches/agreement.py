@@ -21,7 +21,7 @@ from distflow_jax.stream.host_nodes import Group
 from distflow_jax.stream.producer import Producer
 from distflow_jax.stream.publications import Publications
 
-GATHERS = 0  # kind of the number of gathers that somebody wants to have begun
+GATHERS = 0  # a kind of Peers: the number of gathers that somebody wants to have begun
 
 # what has to be true, and the first counter whose group it does not need
 Wait = tuple[Callable[[], bool], int]

@@ -23,13 +23,12 @@ from distflow_jax.algorithms.whole_batch import loss_waits
 from distflow_jax.batch import Rows
 from distflow_jax.config.algorithm_config import AlgorithmConfig
 from distflow_jax.config.algorithm_tables import A3PO, CORRECTIONS
-from distflow_jax.layout import OF_GROUP
+from distflow_jax.layout import KEPT_WEIGHT, OF_GROUP, TOKENS_OF_AGE
 from distflow_jax.models.decoder_config import DecoderConfig
 from distflow_jax.training.forward import ForwardConfig, response_logp
 from distflow_jax.training.objective import Metrics, Objective, Preview, at_least_one
 
 GAPS = ("kl", "k3_kl")  # metrics that are told by age
-SHARE = "tokens_of_age"
 GAP_OF_GROUP, TOKENS_OF_GROUP = (f"rollout_corr/{name}{OF_GROUP}" for name in ("gap", "tokens"))
 _SQUARES = "rollout_corr/squared_weight"  # mean over tokens, for the effective sample size
 
@@ -253,7 +252,7 @@ def _by_age(
     found = {}
     for number in range(max_staleness + 1):
         here = age == number
-        found[f"rollout_corr/{SHARE}/{number}"] = mean(here.astype(jnp.float32))
+        found[f"rollout_corr/{TOKENS_OF_AGE}/{number}"] = mean(here.astype(jnp.float32))
         for name, x in terms.items():
             found[f"rollout_corr/{name}/{number}"] = mean(jnp.where(here, x, 0.0))
     return found
@@ -345,5 +344,5 @@ def _correction(
         )
     if weight is not None:
         # a maximum, not a share: it is 0 exactly where nothing is left to train on
-        maxima["rollout_corr/kept_weight_max"] = masked_max(weight, mask)
+        maxima[KEPT_WEIGHT] = masked_max(weight, mask)
     return weight, sums, maxima
