@@ -17,6 +17,9 @@ from distflow_jax.rollout.requests import Response
 # score.
 REASONS = ("done", "max_turns", "turn_length", "response_length", "failed")
 
+# How names of `episode_metrics` begin that no environment logs.
+OF_RUN = ("ended/", "infra/", "observation_tokens", "turns/")
+
 # Counts of failures, in `Episode.logged`: of calls by cause, and of responses drawn anew.
 INFRA = tuple(f"infra/{name}" for name in (*CAUSES, "redrawn"))
 

@@ -11,6 +11,7 @@ import numpy as np
 from distflow_jax import user_functions
 from distflow_jax.config.sandbox_config import SandboxConfig
 from distflow_jax.environments.environment import Environment, Shown, Turn
+from distflow_jax.environments.episodes import OF_RUN
 from distflow_jax.environments.event_loop import EventLoop
 from distflow_jax.environments.failures import Failures
 from distflow_jax.environments.observed_pictures import ImageSupport, check_shown
@@ -184,6 +185,8 @@ def _numbers(turn: Turn) -> tuple[float, bool, dict[str, float]]:
         raise TypeError(f"step returned a Turn of {given}, not of (number, bool, {{name: number}})")
     if not abs(reward) <= MOST_SCORE:  # nan, too
         raise ValueError(f"step returned a reward of {reward}, outside ±{MOST_SCORE:g}")
+    if taken := [name for name in logged if name.startswith(OF_RUN)]:
+        raise ValueError(f"step logs {taken[0]!r}, which the run counts: choose another name")
     return reward, bool(done), logged
 
 

@@ -377,6 +377,7 @@ def test_first_observations_that_cannot_be(sampler, caplog):
         (Turn(done=None), r"a Turn of \(0.0, None, {}\)"),
         (Turn(done=[False]), "a Turn of"),
         (Turn(logged={"hints": "2"}), "a Turn of .*{'hints': '2'}"),
+        (Turn(logged={"infra/timeout": 1}), "logs 'infra/timeout', which the run counts"),
     ],
 )
 def test_turns_that_cannot_be_are_refused(turn, message):
