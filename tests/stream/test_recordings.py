@@ -183,6 +183,10 @@ def test_what_cannot_be_read_is_named(tmp_path):
     recording = Recording(tmp_path, 0, 0, 1)
     with pytest.raises(ValueError, match=f"{second} cannot be read.*CRC"):
         recording.read(2, WRITERS, prompt)
+    for facts in ({"start": {}}, {"start": {"processes": 1}}, [1], {"start": None}):
+        np.savez(second, **{"facts.json": np.frombuffer(json.dumps(facts).encode(), np.uint8)})
+        with pytest.raises(ValueError, match=f"{second} cannot be read"):
+            Recording(tmp_path, 0, 0, 1).read(2, WRITERS, prompt)
     second.unlink()
     with pytest.raises(ValueError, match=f"lacks {second}: it has records of steps 1 to 3"):
         Recording(tmp_path, 0, 0, 1)

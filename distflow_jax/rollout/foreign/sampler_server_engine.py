@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import grpc
 
+from distflow_jax.parsing.one_line import shown
 from distflow_jax.rollout.foreign.engine_protocol import (
     Answer,
     AnswerThreads,
@@ -66,7 +67,7 @@ class SamplerServiceEngine:
         self.name, self._connection, self._folders = name, connection, folders
         self._try_seconds, self._load_seconds = try_seconds, load_seconds
         facts = self._facts()
-        self.slots, self.longest_prompt = int(facts["slots"]), int(facts["max_prompt"])
+        self.slots, self.longest_prompt = facts["slots"], facts["max_prompt"]
         self._threads = AnswerThreads(self.slots)
 
     def submit(self, requests: Sequence[EngineRequest]) -> None:
@@ -96,7 +97,7 @@ class SamplerServiceEngine:
     def status(self) -> Status:
         """See ForeignEngine."""
         facts = self._facts()
-        return Status(str(facts["model"]), int(facts["slots"]), facts.get("started"))
+        return Status(str(facts.get("model", "")), facts["slots"], facts.get("started"))
 
     def close(self) -> None:
         """See ForeignEngine."""
@@ -105,9 +106,13 @@ class SamplerServiceEngine:
 
     def _facts(self) -> Mapping[str, Any]:
         try:
-            return self._connection.status(timeout=STATUS_SECONDS)
+            facts = self._connection.status(timeout=STATUS_SECONDS)
         except (grpc.RpcError, ValueError) as error:
             raise EngineError(f"{self.name} does not answer: {_reason(error)}") from error
+        needed = {name: facts.get(name) for name in ("slots", "max_prompt")}
+        if not all(type(value) is int for value in needed.values()):
+            raise EngineError(f"{self.name} is no sampler server: its status has {shown(needed)}")
+        return facts
 
     # -- in the threads ---------------------------------------------------------------------------
 

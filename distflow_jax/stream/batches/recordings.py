@@ -40,7 +40,7 @@ from distflow_jax.stream.step_groups import StepGroups
 FILE, FOLDER = "partial_batches.jsonl", "recorded"
 MOST_UNWRITTEN = 2  # steps whose records wait for the disk: the training waits for more of them
 _FACTS = "facts.json"  # name of the array that holds the facts as text
-_DAMAGE = (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile)
+_DAMAGE = (OSError, ValueError, LookupError, TypeError, EOFError, zipfile.BadZipFile)
 _LOADER = ("uid", "prompt")  # fields that the data give again
 _ACCOUNT = "perf/"  # metrics of sampling itself, which a replay does not do
 
@@ -212,17 +212,24 @@ class Recording:
         `writers`: layouts of the plan's nodes; `prompt(counter)`: of the data, ValueError if it has
         other tokens than the recorded one.
         """
-        with _reading(_path(self.folder, step, self._process)) as file:
+        path = _path(self.folder, step, self._process)
+        with _reading(path), np.load(path, allow_pickle=False) as file:
             arrays = {name: file[name] for name in file.files}
-        return _from_arrays(arrays, json.loads(arrays[_FACTS].tobytes()), writers, prompt)
+            facts = json.loads(arrays[_FACTS].tobytes())
+            given = {g["counter"]: arrays.get(f"{i}.prompt") for i, g in enumerate(facts["groups"])}
+        prompts = {counter: _checked(prompt(counter), tokens) for counter, tokens in given.items()}
+        with _reading(path):
+            return _from_arrays(arrays, facts, writers, prompts)
 
     def _open(self, step: int, process: int, count: int) -> None:
         """Reads what the record of a step says of its start."""
-        with _reading(_path(self.folder, step, process)) as file:
+        path = _path(self.folder, step, process)
+        with _reading(path), np.load(path, allow_pickle=False) as file:
             start = json.loads(file[_FACTS].tobytes())["start"]
-        if start["processes"] != count:
+            recorders = int(start["processes"])
+        if recorders != count:
             raise ValueError(
-                f"--replay={str(self.folder)!r}: step {step} was recorded by {start['processes']} "
+                f"--replay={str(self.folder)!r}: step {step} was recorded by {recorders} "
                 f"processes, and this job has {count}: start it with as many"
             )
         if not self.starts or self.starts[-1][1] != start:
@@ -292,11 +299,10 @@ class PartialBatchReplay:
 
 
 @contextlib.contextmanager
-def _reading(path: pathlib.Path) -> Iterator[Any]:
-    """A block with the arrays of a file by name."""
+def _reading(path: pathlib.Path) -> Iterator[None]:
+    """A block that reads a record: its errors name the file."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            yield arrays
+        yield
     except _DAMAGE as error:
         raise ValueError(
             f"{path} cannot be read ({type(error).__name__}: {error}): it is damaged, or another "
@@ -360,16 +366,16 @@ def _from_arrays(
     arrays: Arrays,
     facts: Mapping[str, Any],
     writers: Mapping[str | None, Layout],
-    prompt: Callable[[int], Prompt],
+    prompts: Mapping[int, Prompt],
 ) -> StepRecord:
-    """Inverse of `_to_arrays`, see Recording.read."""
+    """Inverse of `_to_arrays`; `prompts` by counter."""
     groups = []
     for place, group in enumerate(facts["groups"]):
-        counter, tokens = group["counter"], arrays.get(f"{place}.prompt")
+        counter = group["counter"]
         uid, own = arrays[f"{place}.uid"], arrays[f"{place}.own"]
         values: dict[tuple[str | None, str], Any] = {
             (None, "uid"): uid[own],
-            (None, "prompt"): [_checked(prompt(counter), tokens)] * len(own),
+            (None, "prompt"): [prompts[counter]] * len(own),
         }
         for number, (source, field, kind) in enumerate(group["columns"]):
             values[source, field] = unpacked_column(kind, arrays[f"{place}.{number}"])

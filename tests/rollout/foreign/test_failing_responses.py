@@ -1,6 +1,7 @@
 """Responses that fail beside others which end, over an engine whose answers the test decides."""
 
 import logging
+import types
 
 import pytest
 from support.scripted_engine import STOP, ScriptedEngine, bad, good
@@ -8,12 +9,14 @@ from support.tiny_model import prompt_of
 
 from distflow_jax.environments.episode_sampler import EpisodeSampler
 from distflow_jax.rollout.foreign import foreign_scheduler
+from distflow_jax.rollout.foreign.engine_protocol import EngineError
 from distflow_jax.rollout.foreign.foreign_scheduler import (
     ForeignLimits,
     ForeignScheduler,
     ForeignStart,
     TriesEnded,
 )
+from distflow_jax.rollout.foreign.sampler_server_engine import SamplerServiceEngine
 from distflow_jax.rollout.requests import GroupRequest, SamplingParams
 from distflow_jax.rollout.sampler import SamplerState
 
@@ -93,3 +96,17 @@ def test_an_idle_engine_gets_other_weights_of_the_same_version():
             while sampler.busy:
                 sampler.round()
     assert engine.loads == [(9, "first 9"), (9, "other 9")]
+
+
+@pytest.mark.parametrize(
+    ("facts", "named"),
+    [
+        ({"max_prompt": 8, "model": "m"}, "'slots': None"),
+        ({"slots": "8", "max_prompt": 8}, "'slots': '8'"),
+        ({"slots": 8, "max_prompt": None}, "'max_prompt': None"),
+    ],
+)
+def test_a_status_without_what_is_needed_is_named(facts, named):
+    connection = types.SimpleNamespace(status=lambda timeout: facts)
+    with pytest.raises(EngineError, match=f"host:1 is no sampler server: its status has .*{named}"):
+        SamplerServiceEngine("host:1", connection, None)
