@@ -110,7 +110,7 @@ def _prompts(options: SimpleNamespace) -> list[str]:
     if options.prompt is not None:
         return [options.prompt]
     lines = read_text(pathlib.Path(options.file), MOST_FILE_BYTES).split("\n")
-    texts = [line for line in lines if line.strip()]
+    texts = [line.removesuffix("\r") for line in lines if line.strip()]
     if not texts:
         raise ValueError(f"{options.file} contains no prompt: write one per line")
     return texts

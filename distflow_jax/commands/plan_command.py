@@ -47,29 +47,35 @@ from distflow_jax.runtime.build import trace
 
 UNNAMED_GPU = "gpu"  # --chip of a launcher to which the type of a GPU is not given
 
+# Flags, and the one that each of them needs, or that takes its effect
+_NEEDS = (
+    ("sweep", "topology"),
+    ("async", "topology"),
+    ("apply", "sweep"),
+    ("calibrate", "topology"),
+    ("mean_response", "topology"),
+    ("processes", "devices"),
+)
+_EXCLUDES = (
+    ("devices", "topology"),
+    ("processes", "topology"),
+    ("chip", "topology"),
+    ("async", "sweep"),
+    ("mean_response", "async"),
+    ("only", "sweep"),
+    ("only", "async"),
+)
+
 
 def main(options: SimpleNamespace) -> int:
     """Checks the config as a run does; prints the plan and its programs, and draws it."""
     config = from_config_dict(Config, options.config)
-    if options.topology and options.devices:
-        raise ValueError(
-            f"--topology={options.topology} already sets the number of devices: omit "
-            f"--devices={options.devices}"
-        )
-    if options.apply and not options.sweep:
-        raise ValueError(f"--apply={options.apply} writes the flags of --sweep: add --sweep")
+    _check_flags(options)
     lengths = getattr(options, "async")
-    for flag in ["--sweep"] * options.sweep + ["--async"] * bool(lengths):
-        if not options.topology:
-            raise ValueError(f"{flag} needs a machine: give --topology, such as v5p-128")
-    if options.calibrate and not options.topology:
-        raise ValueError(
-            f"--calibrate={options.calibrate} needs a machine of these chips: give --topology"
-        )
     pod = open_topology(options.topology) if options.topology else None
     if pod and options.calibrate:
         pod = calibrated(pod, pathlib.Path(options.calibrate))
-    if options.only and (options.sweep or not (pod and pod.compiles and options.compile)):
+    if options.only and not (pod and pod.compiles and options.compile):
         raise ValueError(
             f"--only={','.join(options.only)} selects programs to compile for one TPU "
             "--topology: omit it"
@@ -171,6 +177,30 @@ def compare_schedules(
     if options.out:
         write_files(options.out, {"async.json": json.dumps(found.to_tree(), indent=1)})
     return 0
+
+
+def _check_flags(options: SimpleNamespace) -> None:
+    """Raises ValueError for flags without an effect: beside another, or without one."""
+    given = {
+        flag: value
+        for pair in (*_EXCLUDES, *_NEEDS)
+        for flag in pair
+        if (value := getattr(options, flag))
+    }
+    if options.processes == 1:
+        del given["processes"]
+
+    def shown(flag: str) -> str:
+        value = given[flag]
+        return f"--{flag}" if value is True else f"--{flag}={value}"
+
+    for flag, other in _EXCLUDES:
+        if flag in given and other in given:
+            raise ValueError(f"{shown(flag)} has no effect with {shown(other)}: omit one of them")
+    for flag, needed in _NEEDS:
+        if flag in given and needed not in given:
+            hint = ", such as v5p-128" * (needed == "topology")
+            raise ValueError(f"{shown(flag)} needs --{needed}: give it{hint}")
 
 
 def wanted_machine(devices: int, processes: int, chip: str = "") -> Machine:

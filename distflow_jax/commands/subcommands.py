@@ -191,10 +191,10 @@ response lengths from JSON or CSV, or from a synchronous run, whose times it
 also uses: see docs/asynchronous.md. --out then writes async.json.
 
 Exit code 0: no reason was found why a run would fail before step 1. No data
-and no weights were read. Memory does not include temporaries of programs that
-were not compiled ("-" in the table). On this machine these are the sampler's
-programs and the weight sync, which a run compiles and checks before step 1;
-with --nocompile and for GPU pods, these are all programs. Nothing is traced for
+and no weights were read. Temporaries of a --topology that is not compiled
+(--nocompile, GPUs) are estimated by formulas. Memory leaves out those of
+programs with "-" in the table: on this machine, the sampler's and the weight
+sync, which a run compiles and checks before step 1. Nothing is traced for
 a number of devices or processes that this machine does not have. 2: too little
 memory, or a user error. The one-line message names the fix.""",
     "plan_command",

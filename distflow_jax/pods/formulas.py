@@ -1,7 +1,8 @@
 """Traffic and bytes of training programs by formulas, for pods that nothing is compiled for.
 
 Per chip: A tokens of a micro-batch, M micro-batches of a step, P weights of the chip's tensor rank
-(all that it uses in a pass), c bytes of a weight or activation in the compute dtype.
+(all that it uses in a pass), T those of them that are trained, c bytes of a weight or activation in
+the compute dtype.
 """
 
 import dataclasses
@@ -14,8 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from distflow_jax.dag.plan import Task
-from distflow_jax.models.decoder_config import DecoderConfig
+from distflow_jax.models import lora
+from distflow_jax.models.decoder_config import DecoderConfig, adapted
 from distflow_jax.planning.plan_run import RunPlan
+from distflow_jax.planning.run_models import network_of
 from distflow_jax.planning.unit_programs import Program
 from distflow_jax.pods.interconnect import Interconnect, Torus
 from distflow_jax.pods.temporaries import temporary_bytes
@@ -115,6 +118,10 @@ def _of_model(
     dense, of_experts = (n / tensor for n in _counts(params))
     of_experts /= expert
     weights = dense + of_experts  # P
+    network = adapted(network_of(task.node.role, config), planned.config.lora)
+    own, own_experts = (n / tensor for n in _counts(lora.divide(network, params)[0]))
+    own_experts /= expert
+    trained = own + own_experts if trains else 0.0  # T
     at_once = sizes.rows_at_a_time(layout)
     steps = sizes.packing.mini_batches * (planned.config.training.epochs if trains else 1)
     micro = steps * -(-sizes.packing.rows[layout] // at_once)  # M
@@ -135,14 +142,14 @@ def _of_model(
     add(gather, ["fsdp"], passes * micro * weights * item, passes * micro * layers, dims == 3)
     if trains:
         sums = "all-reduce" if dims else "reduce-scatter"
-        add(sums, ["fsdp"], micro * weights * item, micro * layers, dims > 0)
+        add(sums, ["fsdp"], micro * trained * item, micro * layers, dims > 0)
         # of gradients that several devices have copies of
         each = micro / fsdp * item
         if expert == 1:
-            add("all-reduce", ["data", "context"], each * weights, micro * layers)
+            add("all-reduce", ["data", "context"], each * trained, micro * layers)
         else:
-            add("all-reduce", ["data", "expert", "context"], each * dense, micro * layers)
-            add("all-reduce", ["data", "context"], each * of_experts, micro * layers)
+            add("all-reduce", ["data", "expert", "context"], each * own, micro * layers)
+            add("all-reduce", ["data", "context"], each * own_experts, micro * layers)
     # keys and values of the whole row, of the device's heads
     copied = config.num_kv_heads % tensor  # not divisible: one head for each of queries
     heads = (config.num_heads if copied else config.num_kv_heads) / tensor
@@ -164,12 +171,13 @@ def _of_model(
             times = micro * layers * 2 * number
             add(kind, ["tensor"], times * stream, times, True)
 
-    products = (3 + again) if trains else 1
+    # of weights that are not trained there is no product for a gradient
+    products = 2 + again + trained / weights if trains else 1
     accessed = micro * products * (weights + tokens * _widths(config, tensor) * layers) * item
     if trains:
-        own = 4 * weights / fsdp  # float32
+        shard = 4 * trained / fsdp  # float32
         # gradients; parameters and two moments, read and written
-        accessed += micro * 2 * own + steps * 7 * own
+        accessed += micro * 2 * shard + steps * 7 * shard
     return traffic, accessed
 
 

@@ -173,8 +173,10 @@ def _seconds(rows: Sequence[Mapping[str, float]], responses: float) -> Seconds:
         return float(statistics.median(map(value, rows)))
 
     def rest(row: Mapping[str, float]) -> float:
-        parts = ("gen", "reward", "update_weights", "save_checkpoint", "compile_programs")
-        spent = sum(row.get(f"timing_s/{part}", 0.0) for part in parts)
+        # a step's time has neither its checkpoint nor what is compiled before step 1
+        spent = sum(
+            row.get(f"timing_s/{part}", 0.0) for part in ("gen", "reward", "update_weights")
+        )
         return max(0.0, row["perf/time_per_step"] - spent)
 
     return Seconds(

@@ -68,5 +68,5 @@ def test_measured_rates_change_what_is_expected(tmp_path, capsys):
         assert f"the range that is expected at {name} shares of these rates" in text
     steps = [re.search(r"a step: expected (.*) s, bound (.*?) s", text).groups() for text in said]
     assert steps[0][0] != steps[1][0] and steps[0][1] == steps[1][1]
-    with pytest.raises(ValueError, match="--calibrate=.* needs a machine .*: give --topology"):
+    with pytest.raises(ValueError, match="--calibrate=.* needs --topology: give it"):
         plan_command.main(options_of(calibrate=str(path)))

@@ -221,10 +221,8 @@ def check_workdir(command: Sequence[str], mounts: Mapping[str, str]) -> None:
     remedy = "give --volume=NAME:PATH and a --workdir below PATH"
     if (found := train_flags(command)) and not found[2]:
         raise ValueError(f"--workdir is missing: {remedy}")
-    named = [
-        argument.partition("=")[2] for argument in command if argument.startswith("--workdir=")
-    ]
-    for folder in map(pathlib.PurePosixPath, named):
+    others = [word.partition("=")[2] for word in command if word.startswith("--workdir=")]
+    for folder in map(pathlib.PurePosixPath, [found[2]] if found else others):
         if not any(folder.is_relative_to(path) for path in mounts.values()):
             raise ValueError(
                 f"--workdir={folder} is not on a volume: each host would write its own folder "
