@@ -55,9 +55,8 @@ class LengthEstimates:
         """Records the mean response length in tokens (at least 1) of a step's rows, [n] each."""
         with self._lock:
             self._pending.append((step, np.asarray(rows), np.asarray(lengths, np.float32)))
-            self._absorb(
-                step - self._staleness
-            )  # no state of an earlier step is asked for any more
+            # a start amid a batch asks for the state before it, and draws that batch again
+            self._absorb(step - 1 - self._staleness)
 
     def expected(self, step: int, rows: np.ndarray) -> np.ndarray:
         """Expected tokens of each row, float32 [n]; an unknown row gets the mean of the known."""

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from distflow_jax.batch import Prompt
 from distflow_jax.environments.episode_sampler import EpisodeSampler, RequestKey
-from distflow_jax.environments.episodes import Episode, single_turn, without_lone
+from distflow_jax.environments.episodes import Episode, single_turn
 from distflow_jax.environments.registry import Environments
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, Response, RolloutStats, SamplingParams
@@ -44,5 +44,5 @@ def _in_turns(
             found |= dict(sampler.round())
     finally:
         state = sampler.close()
-    episodes = [episode for key in sorted(found) for episode in without_lone(found[key])]
+    episodes = [episode for key in sorted(found) for episode in found[key]]
     return state, episodes, sampler.stats or RolloutStats()

@@ -203,7 +203,8 @@ def end_early(run: OpenRun, ended: Ended, stop: StopSignal) -> int:
     """
     step, goes_on = run.state.step, ended.reason != DATA_ENDED
     run.recorder.stop_reason = ended.reason
-    changed = any(x.is_deleted() for x in jax.tree.leaves(run.state.models))
+    trained = {key: run.state.models[key] for key, m in run.prepared.models.items() if m.trained}
+    changed = any(x.is_deleted() for x in jax.tree.leaves(trained))
     if step and not changed and run.saved_step != step:
         _save(run, goes_on=goes_on)
     if step and goes_on:

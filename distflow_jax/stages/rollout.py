@@ -7,7 +7,13 @@ from typing import Any
 from distflow_jax.dag.graph import Node
 from distflow_jax.dag.plan_walker import Stage
 from distflow_jax.data.step_columns import entries_of_host, group_numbers, group_starts
-from distflow_jax.environments.episodes import Episode, episode_metrics, episode_sums, turn_columns
+from distflow_jax.environments.episodes import (
+    Episode,
+    episode_metrics,
+    episode_sums,
+    turn_columns,
+    without_lone,
+)
 from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.layout import ROUTED_EXPERTS, Parts
 from distflow_jax.rollout.requests import SamplingParams
@@ -43,6 +49,8 @@ def build_rollout(context: SamplingContext) -> Stage:
             environments,
             on_response=None if greedy else on_response,
         )
+        groups = (episodes[i : i + wanted] for i in range(0, len(episodes), wanted))
+        episodes = [episode for group in groups for episode in without_lone(group)]
         if greedy:  # one answer for all entries of a prompt
             episodes = [episodes[group] for group in group_numbers(uid)]
         metrics = {"perf/generate_calls": stats.generate_calls}

@@ -179,6 +179,9 @@ class SampleRequests:
             self.buffer.submit(HERE, key, pieces_of(progress), now, goes_on=goes_on)
             if not goes_on and key in self.buffer.open:
                 raise ValueError(f"samples of prompt {key[0]} by this process do not fit its rule")
+        if goes_on:  # what is complete counts as such, though the worker has not returned it yet
+            complete = {task.key for task in (*self._handed, *self.buffer.complete.values())}
+            under_way -= sum(p.num_sampled for key, p in found.items() if key in complete)
         self._here = under_way, slots
 
     def _tell_differing(self, worker: str) -> None:

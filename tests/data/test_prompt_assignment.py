@@ -60,6 +60,19 @@ def test_reading_ahead_and_resuming_change_nothing():
         resumed.restore(state)
 
 
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_a_start_amid_a_batch_draws_it_as_before(staleness):
+    """A region may end a step within a batch: the next start draws that batch again."""
+    rng, rows = np.random.default_rng(staleness), np.arange(6)
+    lengths, drawn = LengthEstimates(6, staleness), {}
+    for batch in range(1, 12):
+        drawn[batch] = lengths.expected(batch, rows)
+        lengths.observe(batch, rows[batch % 2 :], rng.integers(1, 500, 6)[batch % 2 :])
+        resumed = LengthEstimates(6, staleness)
+        resumed.restore(json.loads(json.dumps(lengths.state(batch - 1))))
+        np.testing.assert_array_equal(resumed.expected(batch, rows), drawn[batch])
+
+
 @pytest.mark.parametrize("staleness", [1, 2, 3])
 def test_draws_far_ahead_leave_no_trace_in_a_checkpoint(staleness):
     """Samplers that run ahead draw the batches of later steps before a step is observed."""
