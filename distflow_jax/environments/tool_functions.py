@@ -85,7 +85,12 @@ class Tool:
         for name in required:
             if name not in given:
                 raise ValueError(f"{self.name} needs the argument {name!r}")
-        return {name: _fitted(name, value, known[name]["type"]) for name, value in given.items()}
+        return {
+            name: value
+            if value is None and known[name].get("nullable")
+            else _fitted(name, value, known[name]["type"])
+            for name, value in given.items()
+        }
 
     def text_of(self, result: Any) -> str:
         """A result as text. TypeError for one that has none."""

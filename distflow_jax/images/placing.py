@@ -248,7 +248,7 @@ def _writes_parts(tokenizer: TextTokenizer, marker: str) -> bool:
 
 def _texts(prompt: Iterable[Mapping[str, Any]]) -> Iterable[str]:
     for message in prompt:
-        content = message.get("content", "")  # a call of tools may have none
+        content = message.get("content") or ""  # a call of tools may have none
         if isinstance(content, str):
             yield content
         else:
@@ -293,8 +293,7 @@ def _with_contents(
     """A prompt with other contents, and the same variables of its template."""
     found = copy.copy(prompt) if isinstance(prompt, list) else list(prompt)
     for i, message in enumerate(found):
-        if "content" in message:
-            content = message["content"]
+        if (content := message.get("content")) is not None:
             change = of_text if isinstance(content, str) else of_parts
             found[i] = {**message, "content": change(content)}
     return found

@@ -91,6 +91,10 @@ class Tokenizer:
 
         Raises ValueError for text with half of a character (a lone surrogate).
         """
+        return self._encoded(text)[0]
+
+    def _encoded(self, text: str) -> tuple[np.ndarray, np.ndarray]:
+        """(ids, first character) of the tokens of a text, int32 [T] each."""
         if not text.isascii() and (half := _LONE.search(text)):
             raise ValueError(
                 f"half of a character (the lone surrogate {half[0]!r}) at character "
@@ -98,10 +102,24 @@ class Tokenizer:
             )
         # a batch leaves the interpreter to other threads, the watchdog's among them
         (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)
-        ids = np.array(encoding.ids, np.int32)
+        ids, offsets = np.array(encoding.ids, np.int32), encoding.offsets
+        starts = np.array([start for start, _ in offsets], np.int32)
         if _BREAK not in text:
-            return ids
-        return ids[[text[start:end] != _BREAK for start, end in encoding.offsets]]
+            return ids, starts
+        kept = [text[start:end] != _BREAK for start, end in offsets]
+        return ids[kept], starts[kept]
+
+    def _encode_behind(self, before: str, text: str) -> np.ndarray:
+        """Ids of a text that follows another one, int32 [T]: SentencePiece begins a text with a
+        space of its own, which it does not have there. Where a token would span both, alone."""
+        alone = self.encode(text)
+        first = self.backend.encode("x", add_special_tokens=False).tokens[0]
+        if not before or not first.startswith("▁"):
+            return alone
+        known, (ids, starts) = self.encode(before), self._encoded(before + text)
+        behind = ids[len(known) :]
+        whole = np.array_equal(ids[: len(known)], known)
+        return behind if whole and (starts[len(known) :] >= len(before)).all() else alone
 
     def plain(self, text: str) -> str:
         """A text of others, of which `encode` makes no control token, whatever it spells: none of
@@ -206,13 +224,15 @@ class Tokenizer:
         if isinstance(prompt, str):
             if message_parts.called(turn):
                 raise ValueError("an answer that calls tools needs a prompt of messages, not text")
-            return np.append(self.encode(message_parts.in_text(turn)), np.int32(self.stop_ids[0]))
+            ids = self._encode_behind(prompt, message_parts.in_text(turn))
+            return np.append(ids, np.int32(self.stop_ids[0]))
         turns = message_parts.with_answer(prompt, turn)
         given = getattr(prompt, "variables", {})
         whole = self.render(turns, add_generation_prompt=False, variables=given)
         self.check_end(message["role"] for message in turns)
-        text = message_parts.answer_text(self.render(prompt), whole, turn)
-        ids = self.encode(message_parts.up_to_end(turn, text, self._ends))
+        before = self.render(prompt)
+        text = message_parts.answer_text(before, whole, turn)
+        ids = self._encode_behind(before, message_parts.up_to_end(turn, text, self._ends))
         if len(ids) and ids[-1] in self.stop_ids:
             return ids
         spelled = [id for end, id in self._ends.items() if end in self.chat_template]

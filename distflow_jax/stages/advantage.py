@@ -46,6 +46,7 @@ def build_advantage(context: ComputeContext) -> Stage:
 
     @jax.jit
     def compute(coef, rows, fields):
+        given = rows.response_mask
         rows, fields = without_unscored(rows, fields)
         reward, coef, metrics = rewards_of(coef, rows, fields, algorithm)
         extra = {name: fields[name] for name in kind.reads}
@@ -59,6 +60,8 @@ def build_advantage(context: ComputeContext) -> Stage:
         if "value" in fields:
             metrics |= _summary("critic/values", fields["value"], mask)
             metrics["critic/vf_explained_var"] = explained_variance(fields["value"], returns, mask)
+            # nothing is known of a response without a score: the critic keeps its own values there
+            returns = jnp.where(given & ~mask, fields["value"], returns)
         return coef, advantage, returns, metrics
 
     def advantage(state, fields, options):

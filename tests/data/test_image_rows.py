@@ -132,6 +132,17 @@ def test_images_without_a_place_come_first(folder, column):
     assert opened(folder, {"prompt": "What?", column: value})[0].prompt == "<image>What?"
 
 
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_a_call_of_tools_beside_an_image_may_have_no_content(folder, column):
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    asked, result = user("<image>What?"), {"role": "tool", "content": "3"}
+    value = PATHS[0] if column == "image" else PATHS[:1]
+    example = opened(folder, {"prompt": [*asked, called, result], column: value})[0]
+    assert example.prompt[1].get("content") is None and len(example.images) == 1
+    assert example.prompt[0]["content"] == [{"type": "image"}, {"type": "text", "text": "What?"}]
+
+
 def test_a_mark_is_text_where_no_image_is(folder):
     prose = "HTML has <image> and <img>."
     dataset = opened(folder, {"prompt": user(prose)}, {"prompt": prose, "images": []})

@@ -268,6 +268,15 @@ def test_arguments_have_the_types_of_the_tool(own):
     assert bind("Rome") == {"city": "Rome"}
 
 
+def test_a_required_argument_may_be_null_where_its_type_is(tmp_path):
+    (tmp_path / "tool.py").write_text('def find(name: str, year: int | None):\n    """Finds."""\n')
+    bind = load_tool("find", f"{tmp_path}/tool.py:find").bind
+    assert bind({"name": "a", "year": None}) == {"name": "a", "year": None}
+    assert bind({"name": "a", "year": "5"}) == {"name": "a", "year": 5}
+    with pytest.raises(ValueError, match="'name' must be of type string, got None"):
+        bind({"name": None, "year": None})
+
+
 @pytest.mark.parametrize(
     "text", ["12 is it", "<tool_call", '{"answer": 3}', "{", "<think>a</think>"]
 )

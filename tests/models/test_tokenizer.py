@@ -242,6 +242,48 @@ def test_an_answer_ends_as_a_sampled_one_would():
     assert tokenizer.encode(whole).tolist()[: len(start) + len(turn)] == [*start, *turn]
 
 
+def sentencepiece(kind, template):
+    """A tokenizer of characters that begins a text with a space, as Llama 2's or as Mistral's."""
+    words = ["<s>", "</s>", "▁a", "▁▁", *"\n▁abcdefghijklmnopqrstuvwxyzINST[]/<|>:"]
+    ids = {word: number for number, word in enumerate(words)}
+    model = tokenizers.models.BPE(vocab=ids, merges=[("▁", "a"), ("▁", "▁")])
+    backend = tokenizers.Tokenizer(model)
+    if kind == "prepend":
+        steps = [tokenizers.normalizers.Prepend("▁"), tokenizers.normalizers.Replace(" ", "▁")]
+        backend.normalizer = tokenizers.normalizers.Sequence(steps)
+    else:
+        backend.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(
+            prepend_scheme="first", split=False
+        )
+    backend.add_special_tokens(["<s>", "</s>"])
+    settings = {"bos_id": 0, "stop_ids": (1,), "pad_id": 1, "chat_template": template}
+    specials = {"bos_token": "<s>", "eos_token": "</s>"}
+    return Tokenizer(backend, vocab_size=len(words), special_tokens=specials, **settings)
+
+
+@pytest.mark.parametrize("kind", ["prepend", "first"])
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} "
+        "[/INST]{% else %} {{ m.content }} {{ eos_token }}{% endif %}{% endfor %}",
+        "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}{{ eos_token }}\n{% endfor %}"
+        "{% if add_generation_prompt %}<|assistant|>\n{% endif %}",
+    ],
+    ids=["llama2", "zephyr"],
+)
+def test_an_answer_begins_without_the_space_that_begins_a_text(kind, template):
+    tokenizer = sentencepiece(kind, template)
+    asked = [{"role": "user", "content": "what"}]
+    whole = tokenizer.render(
+        [*asked, {"role": "assistant", "content": "ab"}], add_generation_prompt=False
+    )
+    found = [*tokenizer.encode_prompt(asked)[1], *tokenizer.encode_answer(asked, "ab")]
+    assert found == tokenizer.encode(whole).tolist()[: len(found)]
+    assert tokenizer.encode_answer("say:", "ab").tolist() == [*tokenizer.encode("say:ab")[-2:], 1]
+    assert tokenizer.encode_answer("say: ", "ab").tolist() == [*tokenizer.encode("ab"), 1]
+
+
 def qwen_folder(path):
     """Laid out as Qwen2.5-Instruct and Qwen3: a template, two ends, no token for the beginning."""
     backend = Tokenizer.byte_level(300).backend

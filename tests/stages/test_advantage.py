@@ -188,6 +188,10 @@ def test_a_response_without_a_score_leaves_its_group(kind):
     np.testing.assert_array_equal(found["advantage"], expected["advantage"])
     assert {k: float(v) for k, v in metrics.items()} == {k: float(v) for k, v in wanted.items()}
     assert np.isfinite(np.asarray(found["advantage"])).all()
+    if kind == "gae":  # the critic learns nothing from it
+        left = np.asarray(given["rows"].response_mask & ~packed.rows.response_mask)
+        value = np.asarray(given["value"])
+        assert left.any() and (np.asarray(found["returns"])[left] == value[left]).all()
 
 
 def test_a_response_without_its_baseline_is_not_learned_from():

@@ -176,13 +176,15 @@ def _marked(
     if (
         not by_parts
         and column.name in FIRST
-        and not any(MARK in m.get("content", "") for m in messages)
+        and not any(MARK in (m.get("content") or "") for m in messages)
     ):
         messages = _first(messages, len(column.values), place, column.name)
         by_parts = True
     marked, values = [], []
     for index, message in enumerate(messages):
-        content = message.get("content", "")
+        if (content := message.get("content")) is None:  # a call of tools
+            marked.append(message)
+            continue
         if not by_parts and message["role"] != "assistant":
             content = _split(content)
         if isinstance(content, list):
@@ -194,7 +196,7 @@ def _marked(
                 )
             values += [part.get("image") for part in images]
             content = [{"type": "image"} if p["type"] == "image" else p for p in content]
-        marked.append({**message, "content": content} if "content" in message else message)
+        marked.append({**message, "content": content})
     return marked, values
 
 
