@@ -167,6 +167,13 @@ class SeeingTokenizer:
             )
 
     def _pieces(self, prompt: Prompted, images: int) -> list[str]:
+        """The text before, between and after the images."""
+        first, *others = self._rendered(prompt, images)
+        around = self.layout.around
+        pieces = [first, *(around + piece for piece in others)]
+        return [*(piece + around for piece in pieces[:-1]), pieces[-1]]
+
+    def _rendered(self, prompt: Prompted, images: int) -> list[str]:
         """The rendered text before, between and after the images."""
         if isinstance(prompt, str):
             return prompt.split(MARK) if images else [prompt]

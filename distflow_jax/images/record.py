@@ -101,6 +101,10 @@ class ImageLayout(Protocol):
     def placeholder(self) -> int:
         """Id written to `Prompt.tokens` where features stand. Nothing compares it."""
 
+    @property
+    def around(self) -> str:
+        """Text before and behind an image, which is tokenized with that beside it."""
+
     def size(self, height: int, width: int) -> ImageSize:
         """The size at which an image of this size is seen.
 

@@ -16,7 +16,7 @@ def build_weighted_sum(context: ComputeContext) -> Stage:
     """{name: scores, float32 [N]} -> score, float32 [N]: the sum of weight x score.
 
     The names are those of the node's reads; `options: {weights: {name: number}}` has a weight for
-    each. Logs reward/{name} as the mean over all processes.
+    each. Logs reward/{name} as the mean over the responses of all processes that have this score.
     """
     node = context.node
     weights = node.options.get("weights")
@@ -35,7 +35,7 @@ def build_weighted_sum(context: ComputeContext) -> Stage:
     def weighted_sum(state, fields, options):
         scores = {name: np.asarray(fields[name], np.float32) for name in node.reads}
         total = sum(np.float32(weights[name]) * scores[name] for name in node.reads)
-        sums = {name: [float(score.sum()), len(score)] for name, score in scores.items()}
+        sums = {n: [float(np.nansum(x)), int((~np.isnan(x)).sum())] for n, x in scores.items()}
         return state, {"score": total}, {node.id: Parts((sums,), merged)}
 
     def merged(parts: Sequence[Any]) -> dict[str, float]:

@@ -316,8 +316,10 @@ def test_a_bucket_is_no_folder_of_hosts(launcher, flags):
 
 @pytest.mark.parametrize("launcher, flags", [(gke, TPU), (skypilot, SKY)])
 def test_a_workdir_that_hosts_do_not_share(launcher, flags):
-    with pytest.raises(ValueError, match="--workdir=runs/first is not on a volume.*--volume=NAME:"):
-        launcher.main([*flags, "--dry_run", "--", "scripts/train.py", "--workdir=runs/first"])
+    for words in (["--workdir=runs/first"], ["--workdir", "runs/first"], ["-workdir=runs/first"]):
+        said = "--workdir=runs/first is not on a volume.*--volume=NAME:"
+        with pytest.raises(ValueError, match=said):
+            launcher.main([*flags, "--dry_run", "--", "scripts/train.py", *words])
     with pytest.raises(ValueError, match="--workdir is missing: give --volume=NAME:PATH and a"):
         launcher.main([*flags, "--dry_run", "--", "train", "--config=tiny"])
 

@@ -4,6 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
+import tokenizers
 from support.plain_layout import END, PLACEHOLDER, START, PlainLayout
 
 from distflow_jax.images.picture_files import PREVIEW, DrawnPicture
@@ -192,3 +193,20 @@ def test_previews_of_one_prompt_are_together_no_larger_than_one():
     assert none == () and len(seven) == 7
     assert one[0].pixels.shape == (PREVIEW, PREVIEW, 3)
     assert 0.9 * one[0].pixels.size < sum(x.pixels.size for x in seven) <= one[0].pixels.size
+
+
+def test_lines_around_images_are_tokenized_with_those_of_the_text():
+    """As Gemma 3's processor does, which writes them into the text: runs of lines are tokens."""
+    tokenizer = tokenizer_of(LISTS_ONLY.replace("role'] }}: ", "role'] }}\n"))
+    runs = [tokenizers.AddedToken("\n" * count, normalized=False) for count in (4, 3, 2)]
+    tokenizer.backend.add_tokens(runs)
+    layout = PlainLayout(marker="<image>", around="\n\n")
+    parts = [{"type": "image"}, {"type": "image"}, {"type": "text", "text": "Hi"}]
+    sight = SeeingTokenizer(tokenizer, layout)
+    placed = sight.place([{"role": "user", "content": parts}], sizes_of(layout, (8, 8), (8, 8)))
+    whole = "user\n\n\n@\n\n\n\n@\n\nHi<|im_end|>\nassistant: "
+    at = tokenizer.encode("@")[0]
+    found = [at if token == PLACEHOLDER else token for token in placed.tokens.tolist()]
+    found = [token for token in found if token not in (START, END)]
+    assert found == tokenizer.encode(whole).tolist()
+    assert [placed.tokens[a] for a, _ in placed.spans] == [START, START]

@@ -88,6 +88,7 @@ def run_folder(folder, *, gen=6.0, devices=4, staleness=0):
     written(folder / "samples", "eval-2.jsonl", json.dumps({"response_length": 100}) + "\n")
     row = {"timing_s/gen": gen, "timing_s/reward": 1.0, "timing_s/score": 32.0}
     row |= {"timing_s/update_weights": 0.5, "perf/time_per_step": gen + 4.5}
+    row["timing_s/save_checkpoint"] = 5.0  # after the step's time
     first = row | {"step": 1, "timing_s/gen": 100.0, "perf/time_per_step": 900.0}
     rows = [first, row | {"step": 2}, row | {"step": 3}]
     written(folder, "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in rows))

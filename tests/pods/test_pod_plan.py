@@ -174,6 +174,20 @@ def test_more_chips_with_the_same_work_of_each_send_no_more():
     assert few["actor_train"]["data"]["all-reduce"] > 0
 
 
+def test_frozen_weights_have_no_gradients_to_send():
+    """Of adapters the gradients are few; weights are gathered as before."""
+
+    def sent(*changed):
+        sizes = ("mesh.data=2", "mesh.fsdp=4", "rollout.num_slots=256", *changed)
+        found = plan_on(*planned_for("gpu:1x8", *sizes), compiled=False)
+        return found.costs["actor_train"].to_tree()["bytes_by_axes"]
+
+    whole, adapters = sent(), sent("lora.rank=1")
+    for axes, kind in (("fsdp", "reduce-scatter"), ("data", "all-reduce")):
+        assert 0 < adapters[axes][kind] < 0.1 * whole[axes][kind]
+    assert 1 < adapters["fsdp"]["all-gather"] / whole["fsdp"]["all-gather"] < 1.1
+
+
 def test_it_says_how_much_memory_is_left(of_gpus):
     fullest = of_gpus.memory.fullest
     has = of_gpus.pod.chip.memory

@@ -16,13 +16,15 @@ from distflow_jax.report.run_writer import read_metrics
 SMALL = [
     "model.source=random:llama?hidden=32&layers=2&heads=4&kv_heads=2&mlp=64&vocab=512",
     "data.prompts_per_step=8",
-    "rollout.num_slots=16",
 ]
+SLOTS = "rollout.num_slots=16"
+OF_DATA = {f"dag={name}" for name in ("sft", "dpo", "orpo", "kto", "reward_model")}  # none samples
 SHORT = ["training.steps=2", "eval.dataset="]
 
 
 def run(workdir, overrides, processes=0):
-    train(workdir, [*SMALL, *overrides], processes=processes, devices=2)
+    slots = [] if OF_DATA & set(overrides) else [SLOTS]
+    train(workdir, [*SMALL, *slots, *overrides], processes=processes, devices=2)
     return read_metrics(workdir / "metrics.jsonl")
 
 

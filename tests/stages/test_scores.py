@@ -24,6 +24,9 @@ def test_scores_add_up_by_their_weights_and_each_is_logged():
     np.testing.assert_allclose(written["score"], [2, 0])
     assert written["score"].dtype == np.float32
     assert merge_parts(metrics) == {"reward/rule": 0.5, "reward/model": 1.0}
+    _, written, metrics = stage(None, fields | {"rule": np.array([np.nan, 1], np.float32)}, {})
+    np.testing.assert_array_equal(written["score"], [np.nan, 0])
+    assert merge_parts(metrics) == {"reward/rule": 1.0, "reward/model": 1.0}
 
 
 @pytest.mark.parametrize(

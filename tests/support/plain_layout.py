@@ -18,6 +18,7 @@ class PlainLayout:
     patch: int = 8
     marker: str = ""
     placeholder: int = PLACEHOLDER
+    around: str = ""
 
     def grid(self, height, width):
         """(rows, columns, whether there would be more without the limit)."""

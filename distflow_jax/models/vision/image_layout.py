@@ -56,6 +56,7 @@ class FamilyLayout:
 
     Attributes:
       before, after: ids around the features of an image that is not cut into tiles.
+      around: text before and behind an image, which is tokenized with that beside it.
       most_features: of an image, `data.image_tokens`; 0: as many as the family takes.
     """
 
@@ -66,6 +67,7 @@ class FamilyLayout:
     after: tuple[int, ...] = ()
     tiles: TileTokens = dataclasses.field(default_factory=TileTokens, hash=False)
     most_features: int = 0
+    around: str = ""
 
     def size(self, height: int, width: int) -> ImageSize:
         """The size at which an image of this size is seen, see images.record.ImageLayout."""
@@ -273,9 +275,6 @@ def image_layout(
         whole = find("<global-img>")
         tiles = TileTokens(edge, whole, places, *(lines if edge else ()))
         before, after = (*edge, *whole), edge
-    if config.family == "gemma3" and config.start_token >= 0:
-        lines = tuple(map(int, words.encode("\n\n")))
-        before, after = (*lines, *before), (*after, *lines)
     marker = _MARKERS.get(config.family, "")
     known = all(words.backend.token_to_id(t) is not None for t in _tokens_of(marker))
     layout = FamilyLayout(
@@ -286,6 +285,8 @@ def image_layout(
         after,
         tiles,
         most_features,
+        # its tokenizer joins these lines with those of the text
+        "\n\n" if config.family == "gemma3" and config.start_token >= 0 else "",
     )
     layout.size(64, 64)
     return layout
