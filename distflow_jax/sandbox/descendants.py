@@ -9,6 +9,7 @@ import signal
 import stat
 import time
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from distflow_jax.sandbox.system_calls import WAIT_ALL
 
@@ -40,17 +41,42 @@ def descendants() -> list[int]:
     return found
 
 
-def usage(process: int) -> tuple[int, float]:
-    """Bytes of memory of a process that it shares with no file, and its seconds of CPU.
+class Usage(NamedTuple):
+    """What a process uses: bytes of memory that it shares with no file, a page of several processes
+    in equal parts; seconds of CPU of its own, and of its children that it has waited for."""
 
-    The latter include those of its children that have ended.
-    """
+    memory: int = 0
+    own: float = 0.0
+    waited: float = 0.0
+    begun: int = 0  # by the clock of the system: a number of a process may be another's later
+
+
+def usage(process: int) -> Usage:
+    """What a process uses; nothing of one that has ended."""
     try:
-        _, resident, shared, *_ = map(int, _fields(process, "statm"))
-        ticks = sum(map(int, _fields(process, "stat")[11:15]))
+        fields = _fields(process, "stat")
+        user, system, *waited, begun = map(int, (*fields[11:15], fields[19]))
+        return Usage(_memory(process), (user + system) / _TICK, sum(waited) / _TICK, begun)
     except _GONE:
-        return 0, 0.0
-    return (resident - shared) * _PAGE, ticks / _TICK
+        return Usage()
+
+
+def _memory(process: int) -> int:
+    try:
+        with open(f"/proc/{process}/smaps_rollup", "rb") as file:
+            parts = dict(line.split()[:2] for line in file.read().splitlines()[1:])
+        return sum(int(parts[name]) for name in (b"Pss_Anon:", b"Pss_Shmem:")) << 10
+    except (PermissionError, KeyError):  # of an older kernel, or not shown
+        _, resident, shared, *_ = map(int, _fields(process, "statm"))
+        return (resident - shared) * _PAGE
+
+
+def reap(but: int) -> None:
+    """Takes the ends of this process's children but one, which would count as processes."""
+    for child in children(os.getpid()):
+        if child != but:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, os.WNOHANG | WAIT_ALL)
 
 
 def deleted_bytes(processes: Iterable[int], device: int) -> int:

@@ -80,7 +80,7 @@ class _Watch:
         *streams, self._report = reads
         self._streams = {end: bytearray() for end in streams}
         self._cause, self._is_cut, self._memory, self._cpu = "", False, 0, 0.0
-        self._own_memory = descendants.usage(os.getpid())[0]
+        self._spent: dict[tuple[int, int], float] = {}  # CPU seconds of each process of its own
 
     def follow(self, control: socket.socket) -> None:
         """Feeds and reads the program until it ends, or has to."""
@@ -177,11 +177,18 @@ class _Watch:
 
     def _beyond(self) -> str:
         """The limit that the program's processes are beyond, "" if there is none."""
+        if not self._start.plan.root:  # there init does
+            descendants.reap(self._child)
         processes, group = descendants.descendants(), self._start.group
-        used = [descendants.usage(one) for one in processes]
-        memory = sum(max(0, own - self._own_memory) for own, _ in used)
+        used = {one: descendants.usage(one) for one in processes}
+        memory = sum(one.memory for one in used.values())
         self._memory = max(self._memory, memory)
-        self._cpu = max(self._cpu, sum(cpu for _, cpu in used))
+        self._spent |= {(number, one.begun): one.own for number, one in used.items()}
+        reaped = resource.getrusage(resource.RUSAGE_CHILDREN)
+        told = sum(one.own + one.waited for one in used.values())
+        told += reaped.ru_utime + reaped.ru_stime
+        # a process that ignores the ends of its children is told of no time of theirs
+        self._cpu = max(self._cpu, told, sum(self._spent.values()))
         if memory > self._limits.memory or (group and group.kills()):
             return "memory"
         if self._cpu > self._limits.cpu_seconds:

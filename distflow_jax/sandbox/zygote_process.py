@@ -132,7 +132,11 @@ class ZygoteProcess:
                 env={"LANG": "C.UTF-8", "MALLOC_ARENA_MAX": "2"},
             )
         ours.settimeout(GRACE_SECONDS)
-        answer = ours.recv(1 << 16)
+        try:
+            answer = ours.recv(1 << 16)
+        except TimeoutError:
+            process.kill()
+            answer = f"-the sandbox process did not start within {GRACE_SECONDS:.0f} s".encode()
         if answer != b"+":
             ours.close()
             process.wait()

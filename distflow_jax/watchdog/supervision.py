@@ -87,7 +87,8 @@ class StopSignal(threading.Event):
     def receive(self, number: int = signal.SIGTERM) -> None:
         """Sets the event, or ends the process: with EXIT_PREEMPTED before the end of a step, with
         EXIT_INTERRUPTED if this is the second Ctrl-C."""
-        self._received = time.monotonic()
+        if self._received is None:  # what sent the first one counts from then
+            self._received = time.monotonic()
         self.set()
         with self._lock:
             interrupted = number == signal.SIGINT

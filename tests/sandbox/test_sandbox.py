@@ -24,7 +24,14 @@ from support.paths import ROOT
 from support.waiting import until
 
 from distflow_jax.config.sandbox_config import LEVELS, SandboxConfig
-from distflow_jax.sandbox import cgroups, descendants, scratch_folder, syscall_filter, system_calls
+from distflow_jax.sandbox import (
+    cgroups,
+    descendants,
+    scratch_folder,
+    syscall_filter,
+    system_calls,
+    zygote_process,
+)
 from distflow_jax.sandbox.byte_frames import FramesEnded
 from distflow_jax.sandbox.sandbox import Sandbox
 from distflow_jax.sandbox.sandbox_records import (
@@ -200,6 +207,60 @@ def test_cpu_of_all_processes_counts(sandbox):
     assert outcome.cause == "cpu" and outcome.cpu_seconds >= 0.4
 
 
+def test_cpu_of_children_counts_whose_ends_are_ignored(sandbox):
+    source = """
+import os, signal, time
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+for _ in range(100):
+    if not os.fork():
+        while time.process_time() < 0.15: pass
+        os._exit(0)
+    try: os.wait()
+    except ChildProcessError: pass
+"""
+    limits = dataclasses.replace(LIMITS, cpu_seconds=1.0, seconds=60.0)
+    outcome = sandbox.run(python(source, limits=limits))
+    assert outcome.cause == "cpu" and 1 < outcome.cpu_seconds < 5
+
+
+def test_orphans_that_have_ended_are_no_processes(sandbox):
+    source = """
+import os, time
+for _ in range(60):
+    if not (child := os.fork()):
+        os.fork()
+        os._exit(0)
+    os.waitpid(child, 0)
+    time.sleep(0.01)
+"""
+    limits = dataclasses.replace(LIMITS, processes=24, seconds=60.0)
+    assert sandbox.run(python(source, limits=limits)).succeeded
+
+
+FORKS = """
+import mmap, os, time
+{before}
+for _ in range({count}):
+    if not os.fork():
+        {within}
+        time.sleep({seconds})
+        os._exit(0)
+for _ in range({count}): os.wait()
+"""
+
+
+def test_pages_of_several_processes_count_once(sandbox):
+    """Data before forks are one copy; memory that is shared without a file counts, too."""
+    limits = dataclasses.replace(LIMITS, memory=200 * MIB, seconds=60.0)
+    kept = {"before": "data = bytearray(b'x' * (80 << 20))", "within": "pass", "seconds": 0.3}
+    outcome = sandbox.run(python(FORKS.format(count=3, **kept), limits=limits))
+    assert outcome.succeeded and outcome.memory < 200 * MIB
+    take = "m = mmap.mmap(-1, 80 << 20); m.write(b'x' * (80 << 20))"
+    shared = {"before": "", "within": take, "seconds": 5}
+    outcome = sandbox.run(python(FORKS.format(count=4, **shared), limits=limits))
+    assert outcome.cause == "memory"
+
+
 def test_side_by_side(sandbox):
     """Programs of several threads keep apart, and each thread gets its own."""
     source = "import time\nx = input(); time.sleep(0.01); print(x)"
@@ -317,6 +378,13 @@ def test_failures_of_the_sandbox_are_no_outcomes(best):
             with pytest.raises(SandboxError, match="the keeper of a program exited"):
                 run.result()
         assert best.run(python("print(1)")).stdout == b"1\n"
+
+
+def test_a_sandbox_process_that_does_not_start_is_named(monkeypatch):
+    monkeypatch.setattr(zygote_process, "GRACE_SECONDS", 0.05)
+    monkeypatch.setattr(zygote_process, "_START", "import time; time.sleep(99)")
+    with pytest.raises(SandboxError, match="did not start within 0 s"):
+        zygote_process.ZygoteProcess("kernel", "", "")
 
 
 @pytest.fixture

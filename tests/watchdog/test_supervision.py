@@ -9,6 +9,8 @@ import sys
 import pytest
 from support.waiting import HANG, rest_of
 
+from distflow_jax.watchdog.supervision import StopSignal
+
 ROOT = pathlib.Path(__file__).parents[2]
 PROGRAM = """
 import hashlib, os, signal, sys, threading
@@ -86,6 +88,15 @@ def test_a_notebook_ends_in_order():
     assert (code, output) == (0, "in order\n")
     code, output = terminated(WAIT, signal.SIGINT, signals="signal.SIGTERM")
     assert code != 0 and "KeyboardInterrupt" in output and "in order" not in output
+
+
+def test_a_second_signal_gives_no_more_time():
+    stop = StopSignal()
+    stop.step_finished()
+    stop.receive()
+    deadline = stop.deadline()
+    stop.receive()
+    assert stop.deadline() == deadline
 
 
 def test_a_second_interrupt_ends_a_process_at_once():

@@ -150,8 +150,11 @@ class Slots:
             group.cached[rank] = cached
         self.calls.insert(prefix, cached, slots, requests, members=members, new=new)
         if not cached.pinned and shared:
-            for other in group.cached.values():
+            for at, other in tuple(group.cached.items()):
                 self.prompts.unpin(other)  # its last sequences were admitted elsewhere
+                self.prompts.free_entry(other)  # the device frees pages that nobody reads
+                if other.entry < 0:
+                    del group.cached[at]
 
     def vacate(self, slot: int, *, running: bool = True) -> SlotSequence:
         """Empties a slot. `running`: the engine has still to end it."""
