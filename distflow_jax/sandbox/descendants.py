@@ -42,7 +42,7 @@ def descendants() -> list[int]:
 
 
 class Usage(NamedTuple):
-    """What a process uses: bytes of memory that it shares with no file, a page of several processes
+    """The use of a process: bytes of memory that it shares with no file, a page of several processes
     in equal parts; seconds of CPU of its own, and of its children that it has waited for."""
 
     memory: int = 0
@@ -52,7 +52,7 @@ class Usage(NamedTuple):
 
 
 def usage(process: int) -> Usage:
-    """What a process uses; nothing of one that has ended."""
+    """The use of a process; nothing of one that has ended."""
     try:
         fields = _fields(process, "stat")
         user, system, *waited, begun = map(int, (*fields[11:15], fields[19]))
