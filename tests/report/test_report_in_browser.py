@@ -138,7 +138,7 @@ def test_partial_batches_alternate_in_the_lane_of_the_training(browser, folder):
         ".map((bar) => [bar.title, getComputedStyle(bar).opacity])"
     )
     assert [opacity for _, opacity in found] == ["1", "0.6", "1"]
-    assert found[1][0].startswith("partial batch 2 of 3 (prompts 2, 99), actor_train: ")
+    assert found[1][0].startswith("partial batch 2 of 3, actor_train: ")
 
 
 def test_a_single_evaluation_has_the_axes_of_the_run(browser, tmp_path):
