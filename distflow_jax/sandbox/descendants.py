@@ -42,8 +42,8 @@ def descendants() -> list[int]:
 
 
 class Usage(NamedTuple):
-    """The use of a process: bytes of memory that it shares with no file, a page of several processes
-    in equal parts; seconds of CPU of its own, and of its children that it has waited for."""
+    """The use of a process: bytes of memory that it shares with no file, a page of several
+    processes in equal parts; seconds of CPU of its own, and of children that it has waited for."""
 
     memory: int = 0
     own: float = 0.0
