@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 import tomllib
+import types
 
 import pytest
 from support.paths import ROOT
 from support.programs import finished
 from support.waiting import HANG
 
+from distflow_jax.commands import generate_command
 from distflow_jax.commands.command_help import WIDTH, help_text, launch_overview, overview
 from distflow_jax.commands.main import JAX
 from distflow_jax.commands.subcommands import LAUNCHERS, SUBCOMMANDS, python_arguments
@@ -212,3 +214,9 @@ def test_a_config_of_ones_own_starts_from_a_shipped_one(tmp_path):
     assert own.training.steps == 7
     assert own.model == from_config_dict(Config, open_config("tiny")).model
     assert open_config(f"{tmp_path / 'own.py'}:9").training.steps == 9
+
+
+def test_prompts_of_a_file_have_the_line_ends_of_any_system(tmp_path):
+    (tmp_path / "prompts.txt").write_bytes(b"hi\r\n\r\nyou\n")
+    options = types.SimpleNamespace(prompt=None, file=str(tmp_path / "prompts.txt"))
+    assert generate_command._prompts(options) == ["hi", "you"]
