@@ -91,10 +91,6 @@ class Tokenizer:
 
         Raises ValueError for text with half of a character (a lone surrogate).
         """
-        return self._encoded(text)[0]
-
-    def _encoded(self, text: str) -> tuple[np.ndarray, np.ndarray]:
-        """(ids, first character) of the tokens of a text, int32 [T] each."""
         if not text.isascii() and (half := _LONE.search(text)):
             raise ValueError(
                 f"half of a character (the lone surrogate {half[0]!r}) at character "
@@ -102,24 +98,21 @@ class Tokenizer:
             )
         # a batch leaves the interpreter to other threads, the watchdog's among them
         (encoding,) = self.backend.encode_batch([text], add_special_tokens=False)
-        ids, offsets = np.array(encoding.ids, np.int32), encoding.offsets
-        starts = np.array([start for start, _ in offsets], np.int32)
+        ids = np.array(encoding.ids, np.int32)
         if _BREAK not in text:
-            return ids, starts
-        kept = [text[start:end] != _BREAK for start, end in offsets]
-        return ids[kept], starts[kept]
+            return ids
+        return ids[[text[start:end] != _BREAK for start, end in encoding.offsets]]
 
     def _encode_behind(self, before: str, text: str) -> np.ndarray:
         """Ids of a text that follows another one, int32 [T]: SentencePiece begins a text with a
         space of its own, which it does not have there. Where a token would span both, alone."""
-        alone = self.encode(text)
-        first = self.backend.encode("x", add_special_tokens=False).tokens[0]
-        if not before or not first.startswith("▁"):
-            return alone
-        known, (ids, starts) = self.encode(before), self._encoded(before + text)
-        behind = ids[len(known) :]
-        whole = np.array_equal(ids[: len(known)], known)
-        return behind if whole and (starts[len(known) :] >= len(before)).all() else alone
+        if not before or not _begins_with_space(self):
+            return self.encode(text)
+        known, whole = self.encode(before), self.encode(before + text)
+        count = len(known)
+        starts = self.backend.encode(before + text, add_special_tokens=False).offsets[count:]
+        apart = np.array_equal(whole[:count], known) and all(at >= len(before) for at, _ in starts)
+        return whole[count:] if apart else self.encode(text)
 
     def plain(self, text: str) -> str:
         """A text of others, of which `encode` makes no control token, whatever it spells: none of
@@ -325,6 +318,13 @@ class Tokenizer:
                 "token ids from the environment, or use plain-text prompts"
             )
         return ids[ends[0] + 1 :]
+
+
+@functools.lru_cache(maxsize=16)
+def _begins_with_space(tokenizer: Tokenizer) -> bool:
+    """Whether the tokenizer begins each text with a space of its own."""
+    first = tokenizer.backend.encode("x", add_special_tokens=False).tokens[:1]
+    return bool(first) and first[0].startswith("▁")
 
 
 @functools.lru_cache(maxsize=16)
