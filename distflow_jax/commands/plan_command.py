@@ -181,14 +181,7 @@ def compare_schedules(
 
 def _check_flags(options: SimpleNamespace) -> None:
     """Raises ValueError for flags without an effect: beside another, or without one."""
-    given = {
-        flag: value
-        for pair in (*_EXCLUDES, *_NEEDS)
-        for flag in pair
-        if (value := getattr(options, flag))
-    }
-    if options.processes == 1:
-        del given["processes"]
+    given = {f: v for f, v in vars(options).items() if v and (f, v) != ("processes", 1)}
 
     def shown(flag: str) -> str:
         value = given[flag]

@@ -35,8 +35,8 @@ class _Copies:
 class Offload:
     """The states of a run's models and samplers, on the host or on their devices.
 
-    `layouts` are keyed by the models' state keys. `new_cache` allocates
-    a sampler's cache, which holds nothing between two rollouts.
+    `layouts` are keyed by the models' state keys. `new_cache` allocates a sampler's cache, which
+    holds nothing between two rollouts.
     """
 
     def __init__(

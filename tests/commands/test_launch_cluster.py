@@ -320,6 +320,8 @@ def test_a_workdir_that_hosts_do_not_share(launcher, flags):
         said = "--workdir=runs/first is not on a volume.*--volume=NAME:"
         with pytest.raises(ValueError, match=said):
             launcher.main([*flags, "--dry_run", "--", "scripts/train.py", *words])
+        with pytest.raises(ValueError, match=said):
+            launcher.main([*flags, "--dry_run", "--", "scripts/export.py", "--out=x", *words])
     with pytest.raises(ValueError, match="--workdir is missing: give --volume=NAME:PATH and a"):
         launcher.main([*flags, "--dry_run", "--", "train", "--config=tiny"])
 

@@ -49,7 +49,7 @@ from distflow_jax.stream.links.buffer_links import Joining, deregister
 from distflow_jax.stream.links.buffer_service import BufferService, difference
 from distflow_jax.stream.links.run_token import make_run_token
 from distflow_jax.stream.links.shared_tables import shared_tables
-from distflow_jax.stream.sample_requests import SampleRequests, differs
+from distflow_jax.stream.sample_requests import HERE, SampleRequests, differs
 from distflow_jax.stream.schedule import Rule
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.tasks import pieces_of, progress_of
@@ -139,6 +139,26 @@ def test_a_second_result_that_differs_is_in_the_log_once(caplog):
         "response 1 to prompt 0 differs at token 1: token 1 counts, and token 41 of w7 does not"
     )
     assert buffer.counts.differing == 2
+
+
+def test_tokens_of_a_complete_group_count_once_before_its_sampler_returns_it():
+    """As at a checkpoint, where a sampler of this process reports what it has and goes on."""
+    request, key = request_of(0), (0, "gen")
+    buffer = TaskBuffer(
+        Rule(GROUPS, STALENESS), exact=False, version=0, lease_seconds=HANG, max_tries=2
+    )
+    requests = SampleRequests(buffer, threading.Condition())
+    requests.begin(key, request, Progress())
+    requests.lease(HERE, 0, capacity=9)
+    episodes = {s: single_turn(response_of(request, s, [0] * 5)) for s in request.samples}
+    found, tokens = {key: Progress(episodes)}, 5 * len(request.samples)
+    requests.submit_here(found, tokens, Occupancy(), goes_on=True)
+    assert buffer.complete and requests.under_way == tokens
+    requests.submit_here({}, 0, Occupancy(), goes_on=False)
+    assert requests.under_way == tokens
+    requests.take_complete()
+    requests.handed_on()
+    assert requests.under_way == 0
 
 
 def test_the_first_key_that_differs_is_named():

@@ -221,8 +221,12 @@ def check_workdir(command: Sequence[str], mounts: Mapping[str, str]) -> None:
     remedy = "give --volume=NAME:PATH and a --workdir below PATH"
     if (found := train_flags(command)) and not found[2]:
         raise ValueError(f"--workdir is missing: {remedy}")
-    others = [word.partition("=")[2] for word in command if word.startswith("--workdir=")]
-    for folder in map(pathlib.PurePosixPath, [found[2]] if found else others):
+    named, words = [], iter(command)
+    for word in words:
+        name, equals, value = word.lstrip("-").partition("=")
+        if word.startswith("-") and name == "workdir":
+            named.append(value if equals else next(words, ""))
+    for folder in map(pathlib.PurePosixPath, named):
         if not any(folder.is_relative_to(path) for path in mounts.values()):
             raise ValueError(
                 f"--workdir={folder} is not on a volume: each host would write its own folder "
