@@ -41,7 +41,7 @@ class DataConfig(Section, name="data"):
     epochs: int = setting(0, at_least(0))
     system_prompt: str = ""  # system message before each question of tasks and question data
     prompt_suffix: str = ""  # text after each question of tasks and question data
-    # maximum features per image in a prompt; larger images are downscaled as in their model family
+    # maximum tokens per image in a prompt; larger images are downscaled as in their model family
     image_tokens: int = setting(256, at_least(1))
     # root folder of images named in data files; '': the data file's folder. Paths may not leave it
     image_root: str = ""
