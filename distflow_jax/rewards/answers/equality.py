@@ -18,6 +18,7 @@ from typing import Any
 
 from distflow_jax.rewards.answers.final_answer import final_answer, last_box
 from distflow_jax.rewards.answers.normal_form import in_symbols, normal_form, plain_text
+from distflow_jax.rewards.answers.units import contradict, unit_of
 
 _DIGITS = 60  # of constants that are compared; irrational ones are equal if all but 10 are
 _ROUNDING = 10.0 ** (10 - _DIGITS)
@@ -51,9 +52,6 @@ _UNIT = re.compile(
     r"(?<=[\d}]) (?:[A-Za-z]{2,}(?:/[a-z]+|\^\{?[23]\}?)?|[A-Zmsghl])$"
     r"|(?<=\d) ?[A-Za-z]+/[a-z]+(?:\^\{?[23]\}?)?$"
 )
-_UNIT_INITIAL = re.compile(
-    r"(?i)[\d}] ?\\(?:text|mathrm) ?\{ ?(?:square |cubic )?(?!and\b|or\b)([a-z])|\d ([a-z])[a-z]*$"
-)
 _DECIMAL = re.compile(r"-?\d*\.(\d+)")
 _DECIMAL_COMMA = re.compile(r"^(-?\d+),(\d+)(?![\d,])")
 _VALUE_OF = re.compile(r"^[A-Za-z](?:_\{?\w+\}?)?\([^()=]*\) ?= ?")
@@ -86,10 +84,13 @@ class Equality:
             return True
         if self._text in _DECISIONS and re.match(rf"{self._text}[,.;:!] ", text):
             return True
-        if _of_other_kinds(self._normal, given):
+        units = unit_of(self._truth, self._normal), unit_of(answer, given)
+        if contradict(*units) or _of_other_kinds(self._normal, given):
             return False
         if _LETTERS.fullmatch(self._truth) and _LISTED_LETTERS.fullmatch(text):
-            return sorted(self._truth.lower()) == re.findall(r"\b[a-h]\b", text)
+            letters, chosen = list(self._truth.lower()), re.findall(r"\b[a-h]\b", text)
+            # a truth like ACD is a set, one like CAB an order
+            return letters == (sorted(chosen) if letters == sorted(letters) else chosen)
         if (choice := _same_choice(self._text, text)) is not None:
             if isinstance(choice, bool):
                 return choice
@@ -199,10 +200,7 @@ def _is_text(text: str) -> bool:
 
 
 def _of_other_kinds(truth: str, given: str) -> bool:
-    """Whether units, moduli or brackets of two normal forms contradict each other."""
-    units = [_UNIT_INITIAL.search(x) for x in (truth, given)]
-    if len({(unit[1] or unit[2]).lower() for unit in units if unit}) == 2:
-        return True
+    """Whether moduli or brackets of two normal forms contradict each other."""
     moduli = [_MODULUS.findall(x) for x in (truth, given)]
     if all(moduli) and moduli[0] != moduli[1]:
         return True

@@ -67,12 +67,18 @@ _TOKEN = re.compile(  # of an expression outside a formula's delimiters
     rf"\s*(?:\\(?:text|mathrm|mathbf|textbf)\s*\{{[^{{}}]*\}}|\\[A-Za-z]+|\\[^A-Za-z\s(\[]"
     r"|[0-9]+(?:[.,:'][0-9]+)*(?:e[-+]?[0-9]+)?|\.[0-9]+"
     rf"|(?:{_WORDS})\b|[A-Za-z](?![A-Za-z'’])"
-    r"|[-+*/^=<>!%|(){}\[\]_$,;°≤≥≠±×÷·√π∞−∪∈²³½€£])",
+    r"|<(?![/|]|[A-Za-z]+\s*>)"  # which opens no tag
+    r"|[-+*/^=>!%|(){}\[\]_$,;°≤≥≠±×÷·√π∞−∪∈²³½€£])",
     re.IGNORECASE,
 )
 _OPERAND = re.compile(r"[0-9½]|\\[A-Za-z]|[π∞√]")
 _SENTENCE = re.compile(r"([.!?](?=\s|$)|\n)")
 _TRAILING = " \t\n.,;:!?*_`(-"
+# what a sentence goes on with after an expression: "12, and the", "12, I think", "5 (a prime)"
+_BEGINS_CLAUSE = re.compile(
+    r"(?:[,;(]\s*|\s(?=and\b|or\b))(?:(?:(?:and|or)\b\s*)?a?|(?:and\s+)?I)\s*\Z"
+)
+_CLAUSE = re.compile(r"\s+(?!(?:half|quarter|third|where)\b)[A-Za-z]")
 _PREMISE = re.compile(r"(?i)\b(?:let|suppose|assume|if|given|since|because)\s+(?:that\s+)?\W*\Z")
 _END_OF_PROOF = re.compile(r"\${0,2}\\(?:blacksquare|square|Box|qed)(?![A-Za-z])\${0,2}")
 _GOES_ON = re.compile(r"(?i)\W*(?:and|but|or|so|then|now|wait|which|since|if|when|where|let|we)\b")
@@ -283,6 +289,8 @@ def _plain(text: str, start: int) -> _AnswerPlace | None:
     while (token := _TOKEN.match(text, end)) and not ("\n" in token[0] and end > start):
         end = token.end()
     run = text[start:end]
+    if _CLAUSE.match(text, end):
+        run = _BEGINS_CLAUSE.sub("", run)
     answer = _stripped(run)
     follows = re.match(r"\s+[A-Za-z]", text[end : end + _NEAR])
     if "$" in answer and not re.match(r"[-(]?\$\s?[0-9.]", answer):
