@@ -301,7 +301,7 @@ def _check_turns(episode: Episode, limits: ResponseLimits, limit: int) -> None:
     check_vocabulary(response.tokens, limits)
     if not mask.any() or not mask[-1]:
         raise RefusedAnswer("no sampled token at the end")
-    _check_ends(episode, limits)
+    _check_ends(episode, limits, limits.turn_length or limit)
     if np.any(response.logp[~mask]):
         raise RefusedAnswer("log-probs of tokens that were not sampled")
     if response.shown is not None:
@@ -317,8 +317,9 @@ def _check_turns(episode: Episode, limits: ResponseLimits, limit: int) -> None:
     check_numbers(episode.logged)
 
 
-def _check_ends(episode: Episode, limits: ResponseLimits) -> None:
-    """Raises RefusedAnswer unless each turn but a cut one ends with its end token."""
+def _check_ends(episode: Episode, limits: ResponseLimits, most: int) -> None:
+    """Raises RefusedAnswer unless each turn, of at most `most` tokens, but a cut one ends with its
+    end token."""
     tokens, mask = episode.response.tokens, episode.mask
     places, at = np.flatnonzero(mask), np.isin(tokens, list(limits.stops)) & mask
     ended = bool(at[-1])
@@ -327,8 +328,8 @@ def _check_ends(episode: Episode, limits: ResponseLimits) -> None:
     if np.any(mask[:-1] & ~mask[1:] & ~at[:-1]):
         raise RefusedAnswer("an observation within a turn")
     longest = np.diff(np.flatnonzero(at[places]), prepend=-1, append=len(places) - 1).max()
-    if longest > limits.turn_length:
-        raise RefusedAnswer(f"a turn of {longest} tokens, of {limits.turn_length} at most")
+    if longest > most:
+        raise RefusedAnswer(f"a turn of {longest} tokens, of {most} at most")
     by_model = {"done": True, "max_turns": True, "turn_length": False}.get(episode.reason, ended)
     if episode.response.finished != (episode.reason == "done") or ended != by_model:
         raise RefusedAnswer(f"a response that is {episode.reason} at token {tokens[-1]}")

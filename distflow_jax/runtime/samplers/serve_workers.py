@@ -121,13 +121,13 @@ def _limits(prepared: PreparedRun) -> ResponseLimits:
     experts = None
     if prepared.sizes.engine.record_experts:
         experts = (network.num_layers, network.experts_per_token, network.num_experts)
-    environments, rollout = prepared.environments, prepared.config.rollout
+    environments = prepared.environments
     return ResponseLimits(
         network.vocab_size,
         tokenizer.stop_ids,
         experts,
         max_turns=0 if environments is None else environments.max_turns,
-        turn_length=rollout.turn_length or rollout.max_response_length,
+        turn_length=prepared.config.rollout.turn_length,
         images=prepared.sizes.packing.images,
     )
 
