@@ -15,7 +15,7 @@ from distflow_jax.coordinator.rounds import joined
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import make_runner
 from distflow_jax.dag.planner import plan
-from distflow_jax.layout import OF_RESPONSE, Layout, Parts
+from distflow_jax.layout import Layout, Parts
 from distflow_jax.rollout.response_checks import RefusedAnswer
 from distflow_jax.stream.border import check_numbers, check_parts
 from distflow_jax.stream.frames.frames import Frame
@@ -279,16 +279,11 @@ def test_names_that_the_loop_reads_are_none_of_a_response_or_of_a_reward(name):
 def test_what_the_loop_and_nodes_of_ours_read_on_the_host_is_a_number_per_response():
     """A region's filter reads scores before shaping by their name, weighted_sum by its edges."""
     mine, ours = units(sums="mark")
-    runners = dict.fromkeys(("score", "sum"))
-    nodes = NodesAhead(frozenset({"gen"}), (mine, ours), runners)
-    thread = HostThread(nodes, contextlib.nullcontext, threading.Condition(), None)
-    thread.close()
-    assert thread._single == OF_RESPONSE | {"mark"}
     written = [np.zeros(2, np.float32), [np.ones(n, np.float32) for n in LENGTHS], np.zeros((2, 3))]
     frame = result_frame(KEY, mine, written, {})
     read_result(frame, mine, LENGTHS)
     with pytest.raises(ValueError, match=r"mark of shape \[3\], where \[\] is"):
-        read_result(frame, mine, LENGTHS, single=thread._single)
+        read_result(frame, mine, LENGTHS, readers=(mine, ours))
     (before,) = units(mark="unshaped_score")
     with pytest.raises(ValueError, match=r"unshaped_score of shape \[3\], where \[\] is"):
         read_result(result_frame(KEY, before, written, {}), before, LENGTHS)

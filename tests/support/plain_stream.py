@@ -185,6 +185,8 @@ def plain_stream(
 def train(source, step):
     """Takes the groups of a step; returns their fields and metrics, and the end of the step."""
     found = []
-    coordinator = types.SimpleNamespace(use=found.append, merged=lambda m: found.append(m) or m)
+    coordinator = types.SimpleNamespace(
+        use=found.append, merged=lambda m, strict: found.append(m) or m
+    )
     source.fill(coordinator, step)
     return (*found, source._kept.place.counter)
