@@ -443,6 +443,10 @@ def _open_files(spec: str, path: Path) -> ModelSource:
             f"{spec}: {path} has PEFT's adapters, which would not be applied: merge them into "
             "their model (peft: merge_and_unload), or remove adapter_config.json"
         )
+    # as transformers: an index beside this file is left of older shards
+    whole = path / "model.safetensors"
+    if whole.is_file() and is_safetensors(whole):
+        return _open_hf_folder(spec, path, open_safetensors(whole))
     # Hugging Face's index first: Mistral's releases have another beside it
     files = sorted(entry for entry in path.iterdir() if entry.is_file())
     for file in sorted(files, key=lambda file: file.name != "model.safetensors.index.json"):
@@ -450,8 +454,6 @@ def _open_files(spec: str, path: Path) -> ModelSource:
             return _open_hf_folder(spec, path, open_sharded(file, index))
     gguf = [file for file in files if _starts_with_magic(file)]
     tensors = [file for file in files if file not in gguf and is_safetensors(file)]
-    # Hugging Face's name has priority over second copies, such as consolidated.safetensors
-    tensors = [file for file in tensors if file.name == "model.safetensors"] or tensors
     if len(tensors) == 1:
         return _open_hf_folder(spec, path, open_safetensors(tensors[0]))
     if not tensors and len(gguf) == 1:
