@@ -76,6 +76,7 @@ _SEEING: dict[str, ModuleType] = {
 FAMILIES = _DENSE | _MIXTURES | _SEEING
 # the module of each `model_type` of Hugging Face
 _HF_FAMILIES = FAMILIES | dict.fromkeys(gemma3.HF_TYPES, gemma3)
+_HF_FAMILIES |= {"idefics3": smolvlm}  # of SmolVLM's first releases; the same network
 # the family of each `general.architecture` of GGUF; Mistral's files have the architecture llama
 _GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 SOURCES = ("hf", "pypi", "random")
