@@ -41,7 +41,6 @@ OF_OTHERS = {
     "mup_width_multiplier": 4.0,
     "clip_qkv": 8.0,
     "qk_layernorm": True,
-    "use_qk_norm": True,
     "attention_chunk_size": 8192,
     "attn_temperature_tuning": True,
     "attention_window": 512,
@@ -149,6 +148,16 @@ def test_another_activation_is_refused(family, key):
 def test_biases_of_attention_are_refused(family):
     with pytest.raises(ValueError, match="attention_bias=True is not supported"):
         read(family, settings_of(family, attention_bias=True))
+
+
+@pytest.mark.parametrize("family", EACH)
+def test_norms_of_queries_and_keys_are_those_of_the_family(family):
+    settings = settings_of(family, use_qk_norm=True)
+    if CASES[EACH[family]].qk_norm:
+        assert read(family, settings) == CASES[EACH[family]]
+        return
+    with pytest.raises(ValueError, match="use_qk_norm=True is not supported"):
+        read(family, settings)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl"])

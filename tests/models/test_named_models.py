@@ -386,6 +386,16 @@ RELEASED = {
         {"query_scalar": 168, "sliding_window": 1024},
     ),
     "Qwen3-30B-A3B": (qwen3_moe(), {"num_experts": 8, "norm_topk": True}),
+    "Qwen3-Coder-30B-A3B": (
+        qwen3_moe(
+            max_position_embeddings=262_144,
+            qkv_bias=False,
+            rope_theta=10_000_000,
+            shared_expert_intermediate_size=0,
+            use_qk_norm=True,
+        ),
+        {"qk_norm": True, "max_position": 262_144},
+    ),
     "Qwen3-235B-A22B": (qwen3_moe(max_window_layers=94), {"experts_per_token": 2}),
     "Mixtral 8x7B": (mixtral(), {"num_experts": 8}),
     "Mixtral 8x22B": (

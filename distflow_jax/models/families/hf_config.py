@@ -149,6 +149,7 @@ def decoder_from_hf(
         _refuse_sliding_windows(family, raw)
     fixed = {key: switches.get(key) for key in _SWITCHES}
     fixed |= {"hidden_act": activation, "hidden_activation": activation}
+    fixed["use_qk_norm"] = fixed["qk_norm"]  # Qwen3-Coder's files have it; transformers does not
     refuse_others(family, raw, {*_COMMON, *read}, fixed)
     sizes = _SIZES | {"mlp_size": mlp_size}
     missing = [key for key in sizes.values() if key not in raw]
