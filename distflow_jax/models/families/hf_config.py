@@ -56,7 +56,9 @@ _KINDS = {
 }
 _ROPE_KINDS = {
     **dict.fromkeys(("rope_type", "type"), TEXT),
-    **dict.fromkeys(("factor", "rope_theta", "attention_factor"), POSITIVE.or_null()),
+    **dict.fromkeys(
+        ("factor", "rope_theta", "attention_factor", "attn_factor"), POSITIVE.or_null()
+    ),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), POSITIVE),
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), NUMBER.or_null()),
     "original_max_position_embeddings": COUNT.or_null(),
@@ -70,7 +72,7 @@ _ROPE_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate")
-    + ("mscale", "mscale_all_dim"),
+    + ("mscale", "mscale_all_dim", "attn_factor"),
 }
 _EVERY_ROPE = ("rope_type", "type", "rope_theta", "original_max_position_embeddings", "finetuned")
 # words in names of keys that change what a network computes, in any of transformers' families
@@ -300,6 +302,8 @@ def _yarn_from_hf(rope: Mapping[str, Any], positions: int) -> YarnScaling:
     if attention is None and all(weights):
         over, under = (yarn_table_scale(factor, weight) for weight in weights)
         attention = over / under
+    if extra := rope.get("attn_factor"):  # multiplies the tables, as in vLLM and llama.cpp
+        attention = extra * (attention or yarn_table_scale(factor))
     return YarnScaling(
         float(factor),
         int(original),
