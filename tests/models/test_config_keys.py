@@ -180,12 +180,17 @@ def test_windows_that_the_network_has_not_are_refused(family, change):
         read(family, settings_of(family, **change))
 
 
+@pytest.mark.parametrize("family", [f for f in EACH if f not in ("gemma3", "mistral", "mixtral")])
+def test_a_window_that_is_switched_off_passes(family):
+    off = {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 0}
+    assert read(family, settings_of(family, **off)) == CASES[EACH[family]]
+
+
 @pytest.mark.parametrize("family", [f for f in EACH if f not in ("gemma3", "mistral")])
 @pytest.mark.parametrize(
     "change",
     [
         {"sliding_window": None},
-        {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 0},
         {"sliding_window": 1 << 20, "use_sliding_window": True, "max_window_layers": None},
         {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0},
         {"sliding_window": 1 << 20},
@@ -195,7 +200,22 @@ def test_windows_that_limit_nothing_pass(family, change):
     assert read(family, settings_of(family, **change)) == CASES[EACH[family]]
 
 
-@pytest.mark.parametrize("family", [f for f in EACH if f != "qwen3_moe"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"use_sliding_window": False},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "max_window_layers": 28},
+        {"use_sliding_window": True, "layer_types": ["full_attention"] * 3},
+    ],
+)
+def test_mixtral_has_its_window_whatever_other_keys_say(change):
+    """transformers reads sliding_window alone in this family."""
+    with pytest.raises(ValueError, match="sliding_window=8, max_window_layers=0"):
+        read("mixtral", settings_of("mixtral", sliding_window=8, **change))
+
+
+@pytest.mark.parametrize("family", [f for f in EACH if f not in ("qwen3_moe", "mixtral")])
 @pytest.mark.parametrize("kind", ["chunked_attention", "linear_attention", "mamba"])
 def test_layers_of_other_types_are_refused(family, kind):
     layers = CASES[EACH[family]].num_layers
