@@ -23,6 +23,8 @@ ADVANTAGE = "advantage"
 VERSION = "version"
 # Given by the loop: the step that trains a response, int64 [N]
 STEP = "step"
+# Columns of one number per response, which the loop reads by their names
+OF_RESPONSE = frozenset(("score", "unshaped_score", "environment_reward", "finished", KEEP))
 
 # The end of names of metrics that have a number for each prompt of the step, in the order of their
 # counters: float32 [G]. They are told of groups, and are no metrics of the run
@@ -30,6 +32,8 @@ OF_GROUP = "_of_group"
 TOKENS_OF_AGE = "tokens_of_age"  # share of the tokens, of `.../rollout_corr/tokens_of_age/AGE`
 # largest weight of a token, of objectives whose corrections and rejections weigh them
 KEPT_WEIGHT = "rollout_corr/kept_weight_max"
+# names by which the loop finds numbers of its own nodes among a step's metrics
+OF_LOOP = re.compile(rf"^training/|rollout_corr/|kto/|{OF_GROUP}$")
 
 Submesh = tuple[int, int]  # first and last + 1 of a host's devices
 # axes of a training mesh, the outermost first, and the least size that a config may set

@@ -224,6 +224,7 @@ def loop(run: OpenRun, stop: StopSignal, step: Callable[[OpenRun], Metrics] = on
     `step` lets a benchmark wrap `one_step`. Collective.
     """
     stop.when_stopped(run.source.stop_waiting)
+    code = EXIT_DONE
     try:
         while run.state.step < run.prepared.config.training.steps:
             with step_actions.next_step(run):
@@ -232,5 +233,6 @@ def loop(run: OpenRun, stop: StopSignal, step: Callable[[OpenRun], Metrics] = on
                 if due(run):
                     action(run, metrics)
     except Ended as ended:
-        return step_actions.end_early(run, ended, stop)
-    return EXIT_DONE
+        code = step_actions.end_early(run, ended, stop)
+    run.state.over = code == EXIT_DONE
+    return code

@@ -86,10 +86,13 @@ class Coordinator:
         """Nodes that ran before the step, see FieldStore.done."""
         return self.store.done
 
-    def merged(self, metrics: Metrics) -> Metrics:
-        """Metrics of the step's nodes, those of the host over all processes. Collective."""
+    def merged(self, metrics: Metrics, *, strict: bool = True) -> Metrics:
+        """Metrics of the step's nodes, those of the host over all processes. Collective.
+
+        `strict`: see merge_parts.
+        """
         with processes.coordinating():
-            return merge_parts(metrics)
+            return merge_parts(metrics, strict=strict)
 
     def put(self, source: str | None, field: str, value: Any) -> None:
         """Stores a field that `source` wrote."""
@@ -242,10 +245,11 @@ def _mean(entry: Any, mask: np.ndarray) -> float | None:
     return float(chosen.mean()) if chosen.size else None
 
 
-def merge_parts(metrics: Metrics) -> Metrics:
+def merge_parts(metrics: Metrics, *, strict: bool = True) -> Metrics:
     """The metrics, with what follows from Parts in their place. Collective if there are any.
 
-    Raises ValueError for a name that a stage reports and another one too.
+    Raises ValueError for a name that a stage reports and another one too; without `strict` the last
+    one of those in parts counts.
     """
     parts = {name: value for name, value in metrics.items() if isinstance(value, Parts)}
     if not parts:
@@ -256,7 +260,7 @@ def merge_parts(metrics: Metrics) -> Metrics:
     for name, value in parts.items():
         of_all = [one for theirs in gathered for one in theirs.get(name, ())]
         found = value.merge(of_all) if of_all else {}
-        if twice := sorted(merged.keys() & found.keys()):
+        if strict and (twice := sorted(merged.keys() & found.keys())):
             raise ValueError(
                 f"node {name!r}: reports metrics that another node of this step reports: {twice}; "
                 "rename them"

@@ -178,6 +178,7 @@ def joined(rounds: Sequence[FieldStore], winners: np.ndarray) -> FieldStore:
 
 
 def _concatenated(columns: Sequence[Sequence[Any]]) -> Sequence[Any]:
-    if all(isinstance(column, np.ndarray) for column in columns):
-        return np.concatenate(columns)
+    arrays = [column for column in columns if isinstance(column, np.ndarray)]
+    if len(arrays) == len(columns) and len({array.shape[1:] for array in arrays}) == 1:
+        return np.concatenate(arrays)
     return [entry for column in columns for entry in column]

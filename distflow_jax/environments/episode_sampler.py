@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from distflow_jax.environments.episodes import Episode, single_turn
-from distflow_jax.environments.multiturn import TurnDriver, TurnLimits
+from distflow_jax.environments.multiturn import TurnDriver
 from distflow_jax.environments.registry import Environments
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.occupancy import Occupancy
@@ -290,15 +290,11 @@ class EpisodeSampler:
     def _round_of_turns(self) -> None:
         scheduler = self._started()
         if self._driver is None:
-            limit = (self._pending or [next(iter(self._open.values()))])[0].request.sampling.limit
-            limits = TurnLimits.of(self._environments, limit)
-            self._driver = TurnDriver(scheduler, self._environments, limits, self._on_response)
-            self._turn = limits.turn
+            self._driver = TurnDriver(scheduler, self._environments, self._on_response)
         driver, most = self._driver, self._engine.max_concurrent_decodes
         while self._pending and (not driver.live or driver.live + self._pending[0].lacks <= most):
             entry = self._pending.popleft()
-            request = dataclasses.replace(entry.request, hold=True).with_limit(self._turn)
-            driver.begin(entry.key, request, entry.episodes)
+            driver.begin(entry.key, entry.request, entry.episodes)
         driver.take_answers(wait=not scheduler.busy or scheduler.stalled)
         driver.step()
         for (key, sample), episode in list(driver.done.items()):

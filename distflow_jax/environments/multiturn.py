@@ -120,7 +120,8 @@ class _Group:
     """
 
     index: int
-    request: GroupRequest
+    request: GroupRequest  # of one turn
+    limits: TurnLimits
     heads: list[np.ndarray]
     conversations: dict[int, _Conversation] = dataclasses.field(default_factory=dict)  # by sample
     first: Observed = dataclasses.field(default_factory=lambda: Observed(np.zeros(0, np.int32)))
@@ -142,11 +143,10 @@ class TurnDriver:
         self,
         scheduler: Scheduler,
         environments: Environments,
-        limits: TurnLimits,
         on_response: Callable[[Response], None] | None,
     ):
         self.done: dict[tuple[int, int], Episode] = {}
-        self._scheduler, self._environments, self._limits = scheduler, environments, limits
+        self._scheduler, self._environments = scheduler, environments
         self._on_response = on_response
         self._answers: queue.SimpleQueue[TryOutcome] = queue.SimpleQueue()
         self._by_handle: dict[int, _Conversation] = {}
@@ -166,10 +166,15 @@ class TurnDriver:
         return ended + sum(int(part.mask.sum()) for part in parts)
 
     def begin(self, index: int, request: GroupRequest, ended: Mapping[int, Episode]) -> None:
-        """Resets the environments of one prompt's responses but for those that have `ended`."""
+        """Resets the environments of one prompt's responses but for those that have `ended`.
+
+        The request's limit is that of whole responses, with all their turns.
+        """
+        limits = TurnLimits.of(self._environments, request.sampling.limit)
+        request = dataclasses.replace(request, hold=True).with_limit(limits.turn)
         read = [e for e in ended.values() if e.reason != "failed"]
         heads = [e.response.tokens[: int(e.mask.argmax())] for e in read]
-        group = _Group(index, request, heads)
+        group = _Group(index, request, limits, heads)
         for sample in request.samples:
             if sample not in ended:
                 self._reset(group, sample)
@@ -239,7 +244,7 @@ class TurnDriver:
         if conversation.failed:
             self._end(conversation, "failed")
         elif not turn.finished:
-            full = conversation.length >= self._limits.response
+            full = conversation.length >= conversation.group.limits.response
             self._end(conversation, "response_length" if full else "turn_length")
         else:
             conversation.handle.step(turn.tokens)
@@ -282,16 +287,16 @@ class TurnDriver:
         conversation.reward += observed.reward
         for name, value in observed.logged.items():
             conversation.count(name, value)
-        length = conversation.length + len(observed.tokens)
+        length, limits = conversation.length + len(observed.tokens), conversation.group.limits
         if observed.done:
             self._end(conversation, "done")
-        elif conversation.turns == self._limits.turns:
+        elif conversation.turns == limits.turns:
             self._end(conversation, "max_turns")
-        elif length >= self._limits.response:
+        elif length >= limits.response:
             self._end(conversation, "response_length")
         else:
             conversation.parts.append(_Part.observed(observed.tokens, observed.shown))
-            limit = min(length + self._limits.turn, self._limits.response)
+            limit = min(length + limits.turn, limits.response)
             limit -= len(conversation.group.first.tokens)
             self._scheduler.held.extend(
                 conversation.id, conversation.key, observed.tokens, limit, observed.shown
@@ -318,7 +323,7 @@ class TurnDriver:
         if len(first.tokens):
             for conversation in conversations.values():
                 conversation.parts.append(_Part.observed(first.tokens, first.shown))
-            limit = min(request.sampling.limit, self._limits.response - len(first.tokens))
+            limit = min(request.sampling.limit, group.limits.response - len(first.tokens))
             prompt = _with_first(request.prompt, first)
             request = dataclasses.replace(request, prompt=prompt).with_limit(limit)
         sampling = dataclasses.replace(request.sampling, num_samples=len(conversations))
@@ -335,7 +340,7 @@ class TurnDriver:
             return
         tokens = len(reset[0].first.tokens)
         room = self._scheduler.engine.config.max_prompt - len(group.request.prompt.tokens)
-        room = min(self._limits.response - 1, room)
+        room = min(group.limits.response - 1, room)
         if tokens <= room:
             group.first = reset[0].first
             for conversation in reset:

@@ -18,6 +18,7 @@ from distflow_jax.environments.observed_pictures import ImageSupport, check_show
 from distflow_jax.environments.tool_functions import TOOLS
 from distflow_jax.environments.tools import Tools, alone
 from distflow_jax.images.turn_images import TurnImages
+from distflow_jax.layout import OF_LOOP
 from distflow_jax.models.chat.render import names_read
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.records import MOST_SCORE, number_of
@@ -185,7 +186,7 @@ def _numbers(turn: Turn) -> tuple[float, bool, dict[str, float]]:
         raise TypeError(f"step returned a Turn of {given}, not of (number, bool, {{name: number}})")
     if not abs(reward) <= MOST_SCORE:  # nan, too
         raise ValueError(f"step returned a reward of {reward}, outside ±{MOST_SCORE:g}")
-    if taken := [name for name in logged if name.startswith(OF_RUN)]:
+    if taken := [name for name in logged if name.startswith(OF_RUN) or OF_LOOP.search(name)]:
         raise ValueError(f"step logs {taken[0]!r}, which the run counts: choose another name")
     return reward, bool(done), logged
 

@@ -29,7 +29,7 @@ class ResponseLimits:
       stops: ids that end a response, or a turn of one.
       experts: (layers, experts of a token, experts of a layer) where they are recorded.
       max_turns: of a response where environments answer between turns; 0: there are none.
-      turn_length: tokens of one turn, the end token included.
+      turn_length: tokens of one turn, the end token included; 0: as many as its response may have.
       images: sizes of the patches that the model's tower reads; None: it has none.
     """
 

@@ -29,6 +29,7 @@ class RunState:
     starting_weights: dict[str, str] = dataclasses.field(default_factory=dict)  # digests, by model
     nonfinite: int = 0  # steps in a row whose loss or gradient was not finite
     rejected: int = 0  # steps in a row of which corrections and rejections left nothing
+    over: bool = False  # no start is to go on: its last step has ended, with all that follows it
 
     def count_lost(self, metrics: Metrics) -> None:
         """Counts the step if it trained on nothing, and replaces the updates that each node skipped

@@ -189,7 +189,8 @@ class Ahead:
         with self._trainer.phase("wait_for_samples"):
             store, metrics = self.take(step)
         coordinator.use(store)
-        self._measured = dict(coordinator.merged(metrics))
+        strict = not self._config.workers  # these choose names, which must not end a run
+        self._measured = dict(coordinator.merged(metrics, strict=strict))
         self._finish(step)
         return no_round
 

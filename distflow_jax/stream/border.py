@@ -15,7 +15,7 @@ import numpy as np
 from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import REASONS, Episode, single_turn
 from distflow_jax.images.record_checks import check_shown
-from distflow_jax.layout import Parts
+from distflow_jax.layout import OF_LOOP, Parts
 from distflow_jax.rewards.records import MOST_SCORE
 from distflow_jax.rollout.occupancy import Occupancy
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response
@@ -202,12 +202,12 @@ def check_values(
 
 
 def check_numbers(numbers: Mapping[str, Any], taken: Collection[str] = ()) -> None:
-    """Raises RefusedAnswer for metrics that are no finite numbers, or that have names which are
-    `taken`, of metrics in parts."""
+    """Raises RefusedAnswer for metrics that are no finite numbers, or that have names of the loop's
+    own numbers or which are `taken`, of metrics in parts."""
     if len(numbers) > MOST_NUMBERS:
         raise RefusedAnswer(f"{len(numbers)} metrics, where at most {MOST_NUMBERS} are taken")
     for name, value in numbers.items():
-        if name in taken or len(name) > MOST_NAME:
+        if name in taken or len(name) > MOST_NAME or OF_LOOP.search(name):
             raise RefusedAnswer(f"a metric {name!r:.80}, which no number may be named")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise RefusedAnswer(f"the metric {name!r} is {value!r:.40}, which is no number")
@@ -227,12 +227,13 @@ def check_parts(found: Mapping[str, list[Any]], of_none: Mapping[str, Parts]) ->
 
 def _alike(one: Any, other: Any) -> bool:
     """Whether two JSON values have one form: numbers, texts, lists of one length, dicts of the same
-    keys; an empty dict has that of any ratios, (numerator, denominator) by name."""
+    keys; an empty dict has that of any ratios, (numerator, denominator) by name, but for names of
+    the loop's own numbers."""
     if isinstance(one, Mapping):
         if not isinstance(other, Mapping):
             return False
         if not one:
-            return all(_alike((0, 0), ratio) for ratio in other.values())
+            return all(_alike((0, 0), x) and not OF_LOOP.search(name) for name, x in other.items())
         return one.keys() == other.keys() and all(_alike(one[k], other[k]) for k in one)
     if isinstance(one, list | tuple):
         if not isinstance(other, list | tuple) or len(one) != len(other):
@@ -301,7 +302,7 @@ def _check_turns(episode: Episode, limits: ResponseLimits, limit: int) -> None:
     check_vocabulary(response.tokens, limits)
     if not mask.any() or not mask[-1]:
         raise RefusedAnswer("no sampled token at the end")
-    _check_ends(episode, limits)
+    _check_ends(episode, limits, limits.turn_length or limit)
     if np.any(response.logp[~mask]):
         raise RefusedAnswer("log-probs of tokens that were not sampled")
     if response.shown is not None:
@@ -317,8 +318,9 @@ def _check_turns(episode: Episode, limits: ResponseLimits, limit: int) -> None:
     check_numbers(episode.logged)
 
 
-def _check_ends(episode: Episode, limits: ResponseLimits) -> None:
-    """Raises RefusedAnswer unless each turn but a cut one ends with its end token."""
+def _check_ends(episode: Episode, limits: ResponseLimits, most: int) -> None:
+    """Raises RefusedAnswer unless each turn, of at most `most` tokens, but a cut one ends with its
+    end token."""
     tokens, mask = episode.response.tokens, episode.mask
     places, at = np.flatnonzero(mask), np.isin(tokens, list(limits.stops)) & mask
     ended = bool(at[-1])
@@ -327,8 +329,8 @@ def _check_ends(episode: Episode, limits: ResponseLimits) -> None:
     if np.any(mask[:-1] & ~mask[1:] & ~at[:-1]):
         raise RefusedAnswer("an observation within a turn")
     longest = np.diff(np.flatnonzero(at[places]), prepend=-1, append=len(places) - 1).max()
-    if longest > limits.turn_length:
-        raise RefusedAnswer(f"a turn of {longest} tokens, of {limits.turn_length} at most")
+    if longest > most:
+        raise RefusedAnswer(f"a turn of {longest} tokens, of {most} at most")
     by_model = {"done": True, "max_turns": True, "turn_length": False}.get(episode.reason, ended)
     if episode.response.finished != (episode.reason == "done") or ended != by_model:
         raise RefusedAnswer(f"a response that is {episode.reason} at token {tokens[-1]}")

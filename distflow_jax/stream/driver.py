@@ -92,9 +92,10 @@ class Driver:
                     self._lock.wait(IDLE_SECONDS)
 
     def hand_on(self) -> None:
-        """Hands complete groups on."""
+        """Hands complete groups on; a checkpoint may have waited for one that is given up alone."""
         for group in self._producer.collect():
             self._host.submit(group, self._saver.add_complete)
+        self._saver.add_complete()
 
     @contextlib.contextmanager
     def _arriving(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from distflow_jax.dag.plan import Unit
-from distflow_jax.layout import Metrics, Parts
+from distflow_jax.layout import OF_RESPONSE, ROWS_COLUMNS, VERSION, Metrics, Parts
 from distflow_jax.stream.frames.node_frames import NodeResult, is_users, read_result, task_frame
 from distflow_jax.stream.host_nodes import Group, NodesAhead, Span
 from distflow_jax.stream.task_buffer import TaskBuffer
@@ -33,6 +33,8 @@ class HostThread:
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="host-nodes")
         self._at_work: Group | str | None = None
         self._parts: dict[str, dict[str, Parts]] = {}  # without responses, by the unit's name
+        read = {e.field for unit in nodes.units if not is_users(unit) for e in unit.inputs}
+        self._single = OF_RESPONSE | read - {*ROWS_COLUMNS, VERSION}
 
     def submit(self, group: Group, done: Callable[[], object]) -> None:
         """Begins the nodes of a group; calls `done` after them, in the thread."""
@@ -98,8 +100,8 @@ class HostThread:
         lengths = [len(response) for response in store.columns["response"]]
         parts = functools.partial(self._of_no_response, unit, group)
         # under their ids nodes have metrics in parts
-        taken = self._nodes.ids
-        read = functools.partial(read_result, unit=unit, lengths=lengths, parts=parts, taken=taken)
+        how = {"parts": parts, "taken": self._nodes.ids, "single": self._single}
+        read = functools.partial(read_result, unit=unit, lengths=lengths, **how)
         task = NodeTask(key=key, content=content, read=read, then=then)
         with self._lock:
             self._buffer.begin(task)

@@ -75,7 +75,8 @@ class Leases:
       stalled: workers whose lease expired and that have submitted nothing since.
       ended: workers that receive no more work, with reason and time.
       on_end: called with a worker that is ended, and the time.
-      unfit: whether an error has ended a worker, and no response arrived since.
+      unfit: whether an error has ended a worker, and since then no token arrived that counts, and
+        none left without an error.
       evaluating: a version, and the workers that evaluate it; -1 and none.
       evaluated: tasks of evaluations that have ended and were not taken.
     """
@@ -188,7 +189,7 @@ class Leases:
 
     def deregister(self, worker: str, *, unfit: bool = False) -> None:
         """Notes that a worker has gone: what it holds is for others at once."""
-        self.unfit |= unfit
+        self.unfit = unfit or (self.unfit and worker not in self.joined)
         if worker in self.joined:
             self.moves.append((worker, "left", 0, 0.0))
         self._drop(worker)
@@ -201,7 +202,7 @@ class Leases:
         if len(self.ended) > MOST_ENDED:
             del self.ended[next(iter(self.ended))]
         self.on_end(worker, now)
-        self.deregister(worker)
+        self.deregister(worker, unfit=self.unfit)
 
     def take_back(self, worker: str, key: Key) -> None:
         """Ends a lease of a worker whose result is not used: others should hold the task, and it is
@@ -227,6 +228,7 @@ class Leases:
             task.silent.add(task.worker)
             self.open.free(task)
         self.expired += len(ended)
+        self.unfit = self.unfit and not lost & self.joined
         for name in sorted(lost):
             if name in self.joined:
                 self.moves.append((name, "lost", groups[name], now - self.workers[name]))

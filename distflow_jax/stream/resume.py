@@ -157,7 +157,7 @@ class _Pending:
     account: TokenAccount  # when it was saved
     start: int  # first counter
     addition: tuple[Arrays, dict[str, Any]] | None = None  # None: whole groups, once they are there
-    end: int | None = None  # first counter after those of its steps, once it is known
+    end: int | None = None  # first counter after those of its steps, as far as it is known
     groups: dict[int, Group] = dataclasses.field(default_factory=dict)
 
 
@@ -189,6 +189,7 @@ class SampleSaver:
         self._taken: dict[str, Any] = {}  # of the step that is trained
         self._trained = self._filtered = 0  # tokens, since the run began
         self._pending: list[_Pending] = []  # under the producer's lock
+        self._ends = False  # no prompt takes the place of one that is given up any more
 
     @property
     def settled(self) -> bool:
@@ -272,22 +273,28 @@ class SampleSaver:
             self._writer.add(pending.step, *addition)
 
     def end(self) -> None:
-        """Adds samples that wait for evaluations alone: nobody makes these any more."""
+        """Adds samples that wait for evaluations alone, or for a group in the place of one that is
+        given up: nobody makes these any more."""
         with self._producer.lock:
+            self._ends = True
             late = [(one.step, one.addition) for one in self._pending if one.addition]
             self._pending = [pending for pending in self._pending if not pending.addition]
         for step, addition in late:
             self._writer.add(step, *addition)
+        self.add_complete()
 
     def _groups_of(self, pending: _Pending) -> list[Group] | None:
         """The groups of a checkpoint; None while some have not begun."""
-        producer = self._producer
+        producer, last = self._producer, pending.step + (self._steps or 0)
         pending.groups |= {c: g for c, g in producer.groups.items() if c >= pending.start}
-        if pending.end is None:
-            pending.end = producer.admission.end_of(pending.step + (self._steps or 0))
+        if pending.end is None or last > producer.admission.finished:  # given-up prompts move it
+            pending.end = producer.admission.end_of(last)
         if pending.end is None or not producer.begun_up_to(pending.end):
             return None
-        return [group for c, group in pending.groups.items() if c < pending.end]
+        found = [group for c, group in pending.groups.items() if c < pending.end]
+        # one that is given up leaves the producer once all know it, and the next takes its place
+        left = any(g.given_up and g.counter in producer.groups for g in found)
+        return None if left and not (producer.admission.judged or self._ends) else found
 
     def recorded(self, version: int) -> None:
         """Notes that evaluations up to a version are recorded: a run that goes on from a checkpoint

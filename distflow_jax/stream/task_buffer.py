@@ -241,7 +241,7 @@ class TaskBuffer(Leases):
             if any(piece.tokens for piece in pieces.values()):
                 self.stalled.discard(worker)
             return []
-        before = set(task.ended)
+        before, known = set(task.ended), task.tokens
         shown = sum(piece.tokens for piece in {**task.ended, **pieces}.values())
         for sample, piece in pieces.items():
             self._learn(task, sample, dataclasses.replace(piece, worker=worker))
@@ -252,7 +252,7 @@ class TaskBuffer(Leases):
         if new or ((has or lost) and shown > task.shown):
             self.stalled.discard(worker)
             task.shown, task.moved = max(shown, task.shown), now
-        self.unfit = self.unfit and not new
+        self.unfit = self.unfit and not (new or task.tokens > known)
         if self._end_if_complete(task):
             return new
         if goes_on and (has or (lost and worker not in self.stalled)):

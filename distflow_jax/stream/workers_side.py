@@ -54,7 +54,7 @@ class WorkersSide(SamplingSide):
         self._producer, self._store, self._server = producer, store, server
         self._lock, self._buffer = producer.lock, producer.buffer
         self._open_evaluations, self._no_workers_seconds = open_evaluations, no_workers_seconds
-        self._alone_since = time.monotonic()
+        self._alone_since = self._served = time.monotonic()
         self._next_told = self._alone_since + FIRST_SECONDS
         self._at_work = threading.Lock()
         self._closing = False
@@ -184,8 +184,9 @@ class WorkersSide(SamplingSide):
             node = next((name for name in missing[:1] if name in self._buffer.served), "")
             groups = (self._buffer.num_open(node) if node else 0) or self._num_open()
             lacking, unfit = self._producer.lacks_prompts, self._buffer.unfit
-        if not (missing or unfit):
-            self._alone_since, self._next_told = now, now + FIRST_SECONDS
+        self._served = self._served if missing else now
+        if not unfit and self._alone_since < self._served:
+            self._alone_since, self._next_told = self._served, self._served + FIRST_SECONDS
         elif missing and now >= self._next_told:
             self._next_told = now + TELL_SECONDS
             self._server.missing(now - self._alone_since, groups, node, lacking)

@@ -26,3 +26,8 @@ def test_a_name_that_two_nodes_report_is_named():
         merge_parts(parts)
     with pytest.raises(ValueError, match="node 'reward'"):
         merge_parts({"reward": Parts((1.0,), mean), "reward/mean": 1.0})
+
+
+def test_where_workers_choose_names_those_in_parts_count():
+    metrics = {"reward": Parts((1.0,), mean), "reward/mean": 7.0, "loss": 5}
+    assert merge_parts(metrics, strict=False) == {"reward/mean": 1.0, "loss": 5}

@@ -360,11 +360,10 @@ def test_a_response_can_be_cancelled_whatever_it_is_at(
     scheduler = Scheduler(sampler.engine, sampler.state.params, state=sampler.state.decode)
     before = threading.active_count()
     with environments_of(name) as environments:
-        driver = TurnDriver(scheduler, environments, LIMITS, None)
+        driver = TurnDriver(scheduler, environments, None)
         sampling = SamplingParams(4, LIMITS.response)
         for index in (0, 1):
-            request = GroupRequest(PROMPTS[index], sampling, hold=True).with_limit(LIMITS.turn)
-            driver.begin(index, request, {})
+            driver.begin(index, GroupRequest(PROMPTS[index], sampling), {})
 
         def at_work():
             return [c for c in driver._by_handle.values() if c.group.index == 1]
@@ -396,9 +395,9 @@ def test_closing_ends_what_is_at_work(sampler, held, monkeypatch, at):
     scheduler = Scheduler(sampler.engine, sampler.state.params, state=sampler.state.decode)
     before = threading.active_count()
     with environments_of("Stays") as environments:
-        driver = TurnDriver(scheduler, environments, LIMITS, None)
-        request = GroupRequest(PROMPTS[1], SamplingParams(4, LIMITS.response), hold=True)
-        driver.begin(0, request.with_limit(LIMITS.turn), {})
+        driver = TurnDriver(scheduler, environments, None)
+        request = GroupRequest(PROMPTS[1], SamplingParams(4, LIMITS.response))
+        driver.begin(0, request, {})
         until(lambda: go_on(driver) or Stays.there.is_set())
         assert Open.all  # nobody closes the driver: the environments do
     assert not Open.all

@@ -194,6 +194,27 @@ def test_limits(sampler):
     assert reasons == {"max_turns", "turn_length", "response_length"}
 
 
+@pytest.mark.parametrize("first", [20, 60])
+def test_each_request_keeps_its_own_limit(sampler, first):
+    """As on a worker with groups of a step and problems of an evaluation, whichever comes first."""
+    limits = {PROMPTS[0].counter: first, PROMPTS[1].counter: 80 - first}
+    how = {"turn_length": 0, "max_turns": 9}
+    environments = Environments(f"{__name__}:Parrot", {}, TOKENIZER, calls=CallLimits(HANG), **how)
+    both = EpisodeSampler(sampler.engine, sampler.state, environments)
+    for prompt in PROMPTS[:2]:
+        both.submit(
+            prompt.counter, GroupRequest(prompt, SamplingParams(4, limits[prompt.counter]))
+        )
+    found = {}
+    while both.busy:
+        found |= dict(both.round())
+    sampler.state = both.close()
+    environments.close()
+    for prompt in PROMPTS[:2]:
+        alone = TurnLimits(limits[prompt.counter], 0, 9)
+        assert_agree(by_uid(found[prompt.counter]), sampler.run("Parrot", alone, prompts=[prompt]))
+
+
 def check_limits(episode, limits):
     tokens = episode.response.tokens
     assert len(tokens) <= limits.response and episode.turns <= limits.turns

@@ -4,20 +4,24 @@ Workers are real processes of scripts/worker.py. All is read from the files that
 
 Nightly: one to four workers that die and join at random moments, or outlive the trainers, change no
 version, response or reward, and evaluate each version as it would be at once; without one trainers
-save and end; a worker joins by an address, over TLS; workers that lie are ended and named.
+save and end; workers stay where the last step fails; a worker joins by an address, over TLS;
+workers that lie are ended and named.
 """
 
+import contextlib
 import json
 import os
 import random
 import re
 import signal
 import time
+import types
 
 import numpy as np
 import pytest
 from support.programs import Process, certificate
 from support.run_folders import await_step, records
+from support.tiny_config import tiny_config
 from support.tiny_sampler import assert_agree
 from support.waiting import HANG, until
 from support.worker_runs import (
@@ -25,6 +29,7 @@ from support.worker_runs import (
     EVALUATED,
     PROMPTS,
     SAMPLES,
+    SMALL,
     WORKERS,
     await_addresses,
     await_ready,
@@ -32,12 +37,18 @@ from support.worker_runs import (
     check_evaluations,
     check_trained,
     saved_episodes,
+    settings,
     trainers,
     worker,
 )
 
+from distflow_jax import run
+from distflow_jax.coordinator.rounds import DATA_ENDED, PREEMPTED, Ended
 from distflow_jax.report.run_writer import read_metrics
-from distflow_jax.watchdog.exit_codes import EXIT_PREEMPTED
+from distflow_jax.runtime.run_state import RunState
+from distflow_jax.stream.links.buffer_addresses import read_addresses
+from distflow_jax.watchdog.exit_codes import EXIT_DONE, EXIT_PREEMPTED
+from distflow_jax.watchdog.supervision import StopSignal
 
 LIMIT = 16  # tokens of a response, of configs/tiny.py
 SEED = int(os.environ.get("DISTFLOW_WORKERS_SEED", "25"))  # of the moments
@@ -77,6 +88,56 @@ def test_a_worker_samples_for_a_trainer_in_flight(tmp_path, started):
     assert one.end() == 0, one.output()
     check_trained(folder, exact=False)
     check_account(folder)
+
+
+@pytest.mark.parametrize(
+    ("ends", "over"), [(None, True), (DATA_ENDED, True), (PREEMPTED, False), ("", False)]
+)
+def test_a_run_is_over_once_no_start_is_to_go_on(monkeypatch, ends, over):
+    """Workers are told so. `ends`: how its last step does, "" by an error."""
+    source = types.SimpleNamespace(stop_waiting=lambda: None)
+    prepared = types.SimpleNamespace(config=tiny_config("training.steps=2"))
+    made = types.SimpleNamespace(state=RunState({}), source=source, prepared=prepared)
+
+    @contextlib.contextmanager
+    def next_step(made):
+        made.state.step += 1
+        yield
+
+    def step(made):
+        if made.state.step == 2 and ends is not None:
+            raise Ended(ends) if ends else OSError("no space left on the disk")
+
+    code = EXIT_PREEMPTED if ends == PREEMPTED else EXIT_DONE
+    monkeypatch.setattr(run.step_actions, "next_step", next_step)
+    monkeypatch.setattr(run.step_actions, "end_early", lambda *_: code)
+    monkeypatch.setattr(run, "after_step", lambda stop: ())
+    with contextlib.nullcontext() if ends != "" else pytest.raises(OSError):
+        assert run.loop(made, StopSignal(), step) == code
+    assert made.state.step == 2 and made.state.over == over
+
+
+@pytest.mark.slow
+@pytest.mark.multiprocess
+def test_workers_stay_where_the_last_step_fails(tmp_path, started, monkeypatch):
+    """Its groups are taken then, but the next start needs samples: the run is not over."""
+    folder, flags = tmp_path / "run", ("training.steps=2", "checkpoint.every=2")
+    command = ["scripts/worker.py", "--config=configs/tiny.py", f"--join={folder}"]
+    command += [f"--orphan_seconds={HANG}", *settings(flags)]
+    started.append(one := Process(tmp_path / "worker.log", command, 1))
+    config = tiny_config(*SMALL, *WORKERS, *flags)
+    with monkeypatch.context() as patch:
+        patch.setattr(run.step_actions, "save_state", fail)
+        with pytest.raises(OSError, match="no space"):
+            run.train_here(config, folder)
+    assert read_metrics(folder / "metrics.jsonl")[-1]["training/global_step"] == 2
+    assert not read_addresses(folder).ended and one.process.poll() is None, one.output()
+    assert run.train_here(config, folder) == EXIT_DONE
+    assert read_addresses(folder).ended and one.end() == 0, one.output()
+
+
+def fail(*args, **kwargs):
+    raise OSError("no space left on the disk")
 
 
 def paced(folder):

@@ -445,6 +445,16 @@ def test_responses_that_end_in_other_ways_count():
         check({KEY: Progress({0: one})})
 
 
+def test_a_turn_without_a_limit_is_as_long_as_its_response_may_be():
+    """An evaluation's response may be longer than those that are trained on."""
+    request, limits = request_of(COUNTER), dataclasses.replace(OF_TURNS, turn_length=0)
+    one = Progress({0: episode_in_turns(request)})
+    for limit in (16, 13):  # the response has 13 tokens
+        check_samples({KEY: one}, {KEY: request.with_limit(limit)}, limits, newest=3)
+    with pytest.raises(RefusedAnswer, match="13 tokens, of 12"):
+        check_samples({KEY: one}, {KEY: request.with_limit(12)}, limits, newest=3)
+
+
 def refused_parts(*values):
     """Whether metrics of the reward node in parts, as JSON brings them, are refused."""
     none = Parts((({}, failures([])),), dict)

@@ -11,12 +11,15 @@ from support.waiting import HANG
 
 from distflow_jax.coordinator.column_codec import encode
 from distflow_jax.coordinator.field_store import FieldStore
+from distflow_jax.coordinator.rounds import joined
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import make_runner
 from distflow_jax.dag.planner import plan
-from distflow_jax.layout import Layout
+from distflow_jax.layout import OF_RESPONSE, Layout, Parts
+from distflow_jax.rollout.response_checks import RefusedAnswer
+from distflow_jax.stream.border import check_numbers, check_parts
 from distflow_jax.stream.frames.frames import Frame
-from distflow_jax.stream.frames.node_frames import result_frame
+from distflow_jax.stream.frames.node_frames import read_result, result_frame
 from distflow_jax.stream.host_nodes import Group, NodesAhead, units_ahead
 from distflow_jax.stream.host_thread import HostThread
 from distflow_jax.stream.links.buffer_service import BufferService
@@ -29,7 +32,7 @@ HOST, MESH = Layout("host"), Layout("mesh", (("fsdp", 2),))
 KEY, LENGTHS = (4, "score"), (3, 5)
 
 
-def units():
+def units(mark="mark", sums=None):
     """A score and a weight of each token, which go to devices, and marks, which stay."""
     nodes = [
         Node(
@@ -38,13 +41,18 @@ def units():
         ),
         Node(
             *("score", "REWARD", "COMPUTE", ["gen"], ["prompt", "response"]),
-            ["score", "weight", "mark"],
+            {"score": "score", "weight": "weight", "mark": mark},
             fn="mine:score",
             per_token=["weight"],
         ),
-        Node("host", "REWARD", "COMPUTE", ["score"], ["mark"], {"out": "x"}, scope="batch"),
+        Node("host", "REWARD", "COMPUTE", ["score"], [mark], {"out": "x"}, scope="batch"),
         Node("fit", "ACTOR", "MODEL_TRAIN", ["score"], ["rows", "score", "weight"], []),
     ]
+    if sums:
+        nodes.append(
+            Node("sum", "REWARD", "COMPUTE", ["score"], [sums], {"score": "y"}, fn="weighted_sum")
+        )
+        nodes.append(Node("last", "REWARD", "COMPUTE", ["sum"], ["y"], {"out": "z"}, scope="batch"))
     layouts = {"ROLLOUT": HOST, "REWARD": HOST, "ACTOR": MESH}
     return units_ahead(plan(Graph("g", nodes), layouts, ("uid", "prompt")), {"gen"})
 
@@ -145,6 +153,15 @@ def ones(*shape, dtype=np.float32):
     return np.ones(shape, dtype)
 
 
+OF_THE_LOOP = (
+    "x/rollout_corr/k3_kl/0",
+    "a_rollout_corr/gap_of_group",
+    "rollout_corr/kept_weight_max",
+    "kto/chosen_share",
+    "x/kto/rejected_share",
+    "training/nonfinite/x",
+    "tokens_of_group",
+)
 LIES = {  # a lie, and the field and value of it that the log names
     "a score per token": (array(SCORE, ones(2, 3)), "score of shape [3], where [] is"),
     "a score too many": (array(SCORE, ones(3)), "score: column0 as float32[3],"),
@@ -206,6 +223,13 @@ LIES = {  # a lie, and the field and value of it that the log names
     "a metric as text": (fact("numbers", {"seen": "much"}), "the metric 'seen' is 'much',"),
     "a thousand metrics": (fact("numbers", {str(i): 1.0 for i in range(1000)}), "1000 metrics,"),
     "a metric of a long name": (fact("numbers", {"a" * 10_000: 1.0}), "a metric 'aaaa"),
+    **{
+        f"a metric that the loop reads, {name}": (
+            fact("numbers", {name: 1.0}),
+            f"a metric '{name}', which no number may be named",
+        )
+        for name in OF_THE_LOOP
+    },
     "a metric named as one in parts": (fact("numbers", {"gen": 1.0}), "a metric 'gen',"),
     "metrics in parts of a user's function": (
         fact("parts", {"score": [[1.0, 2]]}),
@@ -240,6 +264,44 @@ def test_a_lie_counts_for_nothing_and_names_its_worker(trainer, lie, named, capl
     assert task.worker == "honest"
     trainer.call("submit_node", "honest", trainer.truth())
     assert not trainer.buffer.open and trainer.buffer.has_news
+
+
+@pytest.mark.parametrize("name", OF_THE_LOOP)
+def test_names_that_the_loop_reads_are_none_of_a_response_or_of_a_reward(name):
+    with pytest.raises(RefusedAnswer, match="which no number may be named"):
+        check_numbers({name: 1.0})
+    none = {"reward": Parts((({},),), dict)}
+    check_parts({"reward": [[{"mine": [1.0, 1]}]]}, none)
+    with pytest.raises(RefusedAnswer, match="in other parts"):
+        check_parts({"reward": [[{name: [1.0, 1]}]]}, none)
+
+
+def test_what_the_loop_and_nodes_of_ours_read_on_the_host_is_a_number_per_response():
+    """A region's filter reads scores before shaping by their name, weighted_sum by its edges."""
+    mine, ours = units(sums="mark")
+    runners = dict.fromkeys(("score", "sum"))
+    nodes = NodesAhead(frozenset({"gen"}), (mine, ours), runners)
+    thread = HostThread(nodes, contextlib.nullcontext, threading.Condition(), None)
+    thread.close()
+    assert thread._single == OF_RESPONSE | {"mark"}
+    written = [np.zeros(2, np.float32), [np.ones(n, np.float32) for n in LENGTHS], np.zeros((2, 3))]
+    frame = result_frame(KEY, mine, written, {})
+    read_result(frame, mine, LENGTHS)
+    with pytest.raises(ValueError, match=r"mark of shape \[3\], where \[\] is"):
+        read_result(frame, mine, LENGTHS, single=thread._single)
+    (before,) = units(mark="unshaped_score")
+    with pytest.raises(ValueError, match=r"unshaped_score of shape \[3\], where \[\] is"):
+        read_result(result_frame(KEY, before, written, {}), before, LENGTHS)
+
+
+def test_columns_of_several_shapes_are_joined_by_their_entries():
+    stores = []
+    for counter, mark in enumerate((np.zeros(2), np.zeros((2, 3)), np.zeros((2, 4)))):
+        given = {"uid": np.array([[counter, 0], [counter, 1]], np.int64)}
+        stores.append(FieldStore.of_step({None: HOST, "score": HOST}, given))
+        stores[-1].put("score", "mark", mark)
+    column = joined(stores, np.arange(3)).columns["mark"]
+    assert [np.shape(entry) for entry in column] == [(), (), (3,), (3,), (4,), (4,)]
 
 
 def test_bytes_of_deep_json_name_their_worker(trainer, caplog):

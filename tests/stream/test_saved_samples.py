@@ -1,6 +1,9 @@
 """Samples of a checkpoint: what was saved comes back, to its own prompt, once."""
 
+import contextlib
 import json
+import threading
+import types
 import weakref
 
 import numpy as np
@@ -12,7 +15,10 @@ from distflow_jax.environments.episode_sampler import Progress
 from distflow_jax.environments.episodes import REASONS, Episode
 from distflow_jax.images.turn_images import TurnImages
 from distflow_jax.rollout.requests import GroupRequest, Partial, Response, SamplingParams
-from distflow_jax.stream.saved_samples import SavedSamples, to_arrays
+from distflow_jax.stream.host_nodes import Group
+from distflow_jax.stream.resume import SampleSaver, TokenAccount
+from distflow_jax.stream.saved_samples import INDEX, SavedSamples, to_arrays
+from distflow_jax.stream.schedule import Admission, Rule
 
 LIMIT, SAMPLES = 20, 4
 
@@ -191,6 +197,49 @@ def test_samples_of_other_processes_are_forgotten_and_freed():
     for node, mine in found.take(2, asked(requests, 2)).items():
         assert_same(mine, progress[2, node])
     assert alive[0]() is None and found.end == 0
+
+
+@pytest.mark.parametrize("ends", [False, True])
+def test_a_checkpoint_waits_for_the_group_in_the_place_of_a_prompt_that_is_given_up(ends):
+    """It has the two groups of step 2: 2 is done, and 4 takes the place of 3 once all know of it,
+    unless the run ends before."""
+    rng, groups, added = np.random.default_rng(0), {}, []
+
+    def done(counter):
+        episode = episode_of(rng, request_of(counter), 0)
+        groups[counter] = Group(counter, None, set(), {"gen": [episode]}, done=True)
+
+    admission = Admission(Rule(2, max_staleness=1), exact=True)
+    producer = types.SimpleNamespace(
+        lock=threading.Condition(),
+        admission=admission,
+        groups=groups,
+        begun_up_to=lambda end: all(c in groups or c == 3 for c in range(2, end)),
+        facts=lambda: {},
+        saved=SavedSamples(),
+        under_way=0,
+    )
+    writer = types.SimpleNamespace(add=lambda step, arrays, facts: added.append((step, arrays)))
+    saver = SampleSaver(producer, writer, None, TokenAccount(), steps=1)
+    admission.finish(1)
+    groups[2] = Group(2, None, set())
+    groups[3] = Group(3, None, set(), done=True, given_up=True)
+    saver.save(1, contextlib.nullcontext())
+    done(2)
+    saver.add_complete()
+    assert not added and not saver.settled
+    if not ends:
+        admission.judge(3, False)
+        del groups[3]
+        saver.add_complete()
+        assert not added
+        done(4)
+        saver.add_complete()
+    else:
+        saver.end()
+    ((step, arrays),) = added
+    assert step == 1 and saver.settled
+    assert arrays["index"][:, INDEX.index("counter")].tolist() == ([2] if ends else [2, 4])
 
 
 def test_nothing_saved():

@@ -200,6 +200,28 @@ def test_a_large_group_goes_in_several_frames_and_each_ended_response_once(monke
     assert rounds.state.dropped == {key} and not rounds.state.told
 
 
+def test_a_failure_is_told_again_where_the_call_breaks(monkeypatch):
+    links = dataclasses.replace(links_of("one", newest=3), clients=(RESTING,))
+    rounds, key, told = Rounds(links), (2, NODE), []
+    talk = BufferTalk(rounds.state, NodeRunner(), 0, 1e9)
+
+    def call(method, frame):
+        told.append((method, frame.facts["why"]))
+        if len(told) == 1:
+            raise Unreachable("away")
+        return Frame(FACTS)
+
+    monkeypatch.setattr(talk, "_call", call)
+    rounds.state.told[key] = set()
+    rounds.link.fail(key, "too long")
+    with pytest.raises(Unreachable):
+        talk.submit()
+    assert rounds.state.failed and talk._holds()
+    for _ in range(2):
+        talk.submit()
+    assert told == [("fail", "too long")] * 2 and not rounds.state.failed and not talk._holds()
+
+
 @pytest.mark.parametrize(("seconds", "kept"), [(60.0, {2, 6}), (0.0, set())], ids=["load", "hung"])
 def test_leases_go_on_while_an_engine_ends_its_responses_and_not_for_ever(
     seconds, kept, monkeypatch

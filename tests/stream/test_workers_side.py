@@ -237,6 +237,44 @@ def test_workers_that_errors_end_one_after_the_other_count_as_missing(waiting):
     assert thread.missing_workers == []
 
 
+@pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "in_turns"])
+@pytest.mark.parametrize("goes", ["in order", "lost"])
+def test_a_worker_at_work_after_an_error_of_another_may_leave_for_a_moment(waiting, tokens, goes):
+    """Its first response takes longer than a run waits for workers; in turns it shows no tokens."""
+    buffer, thread, after = waiting
+    after(0.0)
+    buffer.heartbeat("bad", after.clock.now)
+    (work,) = buffer.lease("good", 0, 2, after.clock.now)
+    with thread.hold(0):
+        buffer.deregister("bad", unfit=True)
+    for count in range(30):
+        after(NO_WORKERS / 20)
+        piece = {0: Piece(10 * count, 0, 0, False, None)} if tokens else {}
+        with thread.hold(0):
+            buffer.submit("good", work.key, piece, after.clock.now)
+    assert buffer.unfit != tokens and thread.missing_workers == []
+    if goes == "in order":
+        with thread.hold(0):
+            buffer.deregister("good")
+    after(LEASE + 1)
+    assert not buffer.at_work() and thread.missing_workers == []
+    after(NO_WORKERS + 1)
+    assert thread.missing_workers == ["gen"]
+
+
+def test_workers_that_are_ended_do_not_hide_errors_of_others(waiting):
+    buffer, thread, after = waiting
+    for number in range(12):
+        buffer.heartbeat(f"w{number}", after.clock.now)
+        after(NO_WORKERS / 10)
+        with thread.hold(0):
+            if number % 2:
+                buffer.end(f"w{number}", "too much was refused", after.clock.now)
+            else:
+                buffer.deregister(f"w{number}", unfit=True)
+    assert thread.missing_workers == ["gen"]
+
+
 @pytest.fixture
 def evaluating():
     """(thread, task buffer, weight store, evaluations) of a run that evaluates even versions, by

@@ -88,7 +88,7 @@ class Sampler:
 
     def _check_border(self, table, environments, limits):
         """All that a sampler of turns makes may come from a worker."""
-        turn = environments.turn_length or limits.response
+        turn = environments.turn_length
         stops, most = self.engine.stop_ids, environments.max_turns
         border = ResponseLimits(TINY.vocab_size, stops, max_turns=most, turn_length=turn)
         sampling = SamplingParams(4, limits.response)

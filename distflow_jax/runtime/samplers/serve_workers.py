@@ -99,8 +99,7 @@ def serve_workers(
         addresses.write(workdir)
 
     def leave() -> None:
-        admission = producer.admission
-        if not admission.has_step(admission.finished + 1):
+        if state.over:  # not by the rule: the last step's groups are taken before it trains
             if first:
                 BufferAddresses(attempt, tuple(buffers), ended=True).write(workdir)
             answers.end(END_SECONDS)
@@ -121,13 +120,13 @@ def _limits(prepared: PreparedRun) -> ResponseLimits:
     experts = None
     if prepared.sizes.engine.record_experts:
         experts = (network.num_layers, network.experts_per_token, network.num_experts)
-    environments, rollout = prepared.environments, prepared.config.rollout
+    environments = prepared.environments
     return ResponseLimits(
         network.vocab_size,
         tokenizer.stop_ids,
         experts,
         max_turns=0 if environments is None else environments.max_turns,
-        turn_length=rollout.turn_length or rollout.max_response_length,
+        turn_length=prepared.config.rollout.turn_length,
         images=prepared.sizes.packing.images,
     )
 

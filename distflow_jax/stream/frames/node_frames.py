@@ -13,7 +13,7 @@ import numpy as np
 from distflow_jax.batch import Prompt
 from distflow_jax.coordinator.column_codec import decode, encode
 from distflow_jax.dag.plan import Unit
-from distflow_jax.layout import Metrics, Parts
+from distflow_jax.layout import OF_RESPONSE, Metrics, Parts
 from distflow_jax.stages.registry import per_token_fields
 from distflow_jax.stream.border import check_numbers, check_parts, check_values
 from distflow_jax.stream.frames.frames import MOST_ARRAYS, Frame, fact_of, reads_frames
@@ -106,13 +106,14 @@ def read_result(
     lengths: Sequence[int],
     parts: Callable[[], Mapping[str, Parts]] = dict,
     taken: Collection[str] = (),
+    single: Collection[str] = OF_RESPONSE,
 ) -> NodeResult:
     """The result of a node for a group whose responses have these `lengths` in tokens.
 
-    `parts()`: metrics that it has in parts, of no response; `taken`: names that no number may have.
-    ValueError for another frame.
+    `parts()`: metrics that it has in parts, of no response; `taken`: names that no number may have;
+    `single`: fields of one number per response. ValueError for another frame.
     """
-    count, shapes = len(lengths), _shapes(unit, lengths)
+    count, shapes = len(lengths), _shapes(unit, lengths, single)
     columns = fact_of(frame, "columns", list)
     named = [str(column["field"]) for column in columns]
     if named != [field for _, field in unit.outputs]:
@@ -139,17 +140,20 @@ def read_result(
     return NodeResult(values, numbers, found)
 
 
-def _shapes(unit: Unit, lengths: Sequence[int]) -> dict[str, list[tuple[int, ...]]]:
+def _shapes(
+    unit: Unit, lengths: Sequence[int], single: Collection[str]
+) -> dict[str, list[tuple[int, ...]]]:
     """Shapes of the entries that a node writes for a group of responses of these lengths in tokens,
-    by field; of fields that go to devices, which are numbers per response or per token."""
-    found: dict[str, list[tuple[int, ...]]] = {}
-    for task in unit.tasks:
-        per_token = per_token_fields(task.node)
-        for edge in task.edges_out:
-            if edge.target_layout.kind == "mesh":
-                of_tokens = edge.field in per_token
-                found[edge.field] = [(length,) if of_tokens else () for length in lengths]
-    return found
+    by field; of `single` fields and those that go to devices: numbers per response or per token.
+    """
+    edges = [edge for task in unit.tasks for edge in task.edges_out]
+    fixed = {edge.field for edge in edges if edge.target_layout.kind == "mesh"} | {*single}
+    per_token = set().union(*(per_token_fields(task.node) for task in unit.tasks))
+    return {
+        field: [(length,) if field in per_token else () for length in lengths]
+        for _, field in unit.outputs
+        if field in fixed
+    }
 
 
 def is_users(unit: Unit) -> bool:

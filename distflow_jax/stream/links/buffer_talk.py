@@ -62,11 +62,12 @@ class BufferTalk:
             self._keep_open()
             whole = {key: state.whole[key] for key in self._mine(state.whole)}
             partial = {key: state.partial.pop(key) for key in self._mine(state.partial)}
-            failed = {key: state.failed.pop(key) for key in self._mine(state.failed)}
-            for key in failed:
-                state.told.pop(key, None)
+            failed = {key: state.failed[key] for key in self._mine(state.failed)}
         for key, why in failed.items():
             self._call("fail", Frame({"keys": [list(key)], "why": why}))
+            with state.lock:
+                state.failed.pop(key, None)
+                state.told.pop(key, None)
         self.submit_samples(whole, whole=True)
         self.submit_samples({k: p for k, p in partial.items() if k not in whole}, whole=False)
         for key, method, frame in self._nodes.ready():
