@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from distflow_jax.did_you_mean import hint
+from distflow_jax.layout import ROWS, ROWS_COLUMNS
 from distflow_jax.parsing.checked_fields import COUNT, SIZE, check_fields
 from distflow_jax.parsing.setting_checks import Section, setting
 
@@ -304,6 +305,7 @@ class Graph:
         while True:
             kept = [node for node in settled if node.id not in gone]
             read = {field for node in kept for field in node.reads.values()}
+            read.update(ROWS_COLUMNS if ROWS in read else ())
             dropped = [
                 node
                 for node in kept
