@@ -423,7 +423,7 @@ def prepare(
             run.trainers_sample = False
     config, source = run.config, run.source
     warn_of_warmup(config)
-    warn_of_unread_rewards(config, run.graph)
+    warn_of_unread_rewards(config.rollout.environment, run.graph)
     if config.training.offload != "none":
         check_host_memory(f"training.offload={config.training.offload!r}")
     if config.stream.workers:

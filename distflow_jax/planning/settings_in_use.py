@@ -149,9 +149,9 @@ def warn_of_warmup(config: Config) -> None:
         )
 
 
-def warn_of_unread_rewards(config: Config, graph: Graph) -> None:
-    """Warns of rewards of a user's environment that no node reads; those built in give none."""
-    if config.rollout.environment in ("", *ENVIRONMENTS):
+def warn_of_unread_rewards(name: str, graph: Graph) -> None:
+    """Warns of rewards of the environment `name` that no node reads; built-in ones give none."""
+    if name in ("", *ENVIRONMENTS):
         return
     read = {field for node in graph.nodes for field in node.reads.values()}
     for node in graph.nodes:
@@ -160,6 +160,6 @@ def warn_of_unread_rewards(config: Config, graph: Graph) -> None:
                 "node %r: no node reads the rewards of rollout.environment=%s, which it writes as "
                 "%r: if there are any, add them to the score by a node with fn: weighted_sum",
                 node.id,
-                config.rollout.environment,
+                name,
                 node.writes[FIELD],
             )
