@@ -13,7 +13,7 @@ from distflow_jax.coordinator.rounds import Until
 from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.dag.plan_walker import COUNTS, Runner
 from distflow_jax.environments.episodes import Episode
-from distflow_jax.layout import STEP, Metrics, Parts
+from distflow_jax.layout import OF_RESPONSE, ROWS_COLUMNS, STEP, VERSION, Metrics, Parts
 
 Span = Callable[[str], contextlib.AbstractContextManager]  # times a block under a name
 
@@ -79,6 +79,12 @@ class NodesAhead:
     def ids(self) -> frozenset[str]:
         """The ids of all of them."""
         return self.sampled | {unit.tasks[0].node.id for unit in self.units}
+
+    @property
+    def single(self) -> frozenset[str]:
+        """Fields of one number per response: those that the loop or a built-in node reads."""
+        read = {e.field for unit in self.units if not unit.is_users for e in unit.inputs}
+        return OF_RESPONSE | read - {*ROWS_COLUMNS, VERSION}
 
     def judge(self, group: Group) -> None:
         """Notes a region's filter decision on a group, all of whose nodes have run."""

@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from distflow_jax.dag.plan import Unit
-from distflow_jax.layout import OF_RESPONSE, ROWS_COLUMNS, VERSION, Metrics, Parts
-from distflow_jax.stream.frames.node_frames import NodeResult, is_users, read_result, task_frame
+from distflow_jax.layout import Metrics, Parts
+from distflow_jax.stream.frames.node_frames import NodeResult, read_result, task_frame
 from distflow_jax.stream.host_nodes import Group, NodesAhead, Span
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.tasks import NodeTask
@@ -33,8 +33,6 @@ class HostThread:
         self.executor = ThreadPoolExecutor(1, thread_name_prefix="host-nodes")
         self._at_work: Group | str | None = None
         self._parts: dict[str, dict[str, Parts]] = {}  # without responses, by the unit's name
-        read = {e.field for unit in nodes.units if not is_users(unit) for e in unit.inputs}
-        self._single = OF_RESPONSE | read - {*ROWS_COLUMNS, VERSION}
 
     def submit(self, group: Group, done: Callable[[], object]) -> None:
         """Begins the nodes of a group; calls `done` after them, in the thread."""
@@ -100,7 +98,7 @@ class HostThread:
         lengths = [len(response) for response in store.columns["response"]]
         parts = functools.partial(self._of_no_response, unit, group)
         # under their ids nodes have metrics in parts
-        how = {"parts": parts, "taken": self._nodes.ids, "single": self._single}
+        how = {"parts": parts, "taken": self._nodes.ids, "single": self._nodes.single}
         read = functools.partial(read_result, unit=unit, lengths=lengths, **how)
         task = NodeTask(key=key, content=content, read=read, then=then)
         with self._lock:
@@ -121,7 +119,7 @@ class HostThread:
 
     def _of_no_response(self, unit: Unit, group: Group) -> Mapping[str, Parts]:
         """The metrics of a built-in stage that saw no response: they say how parts are merged."""
-        if is_users(unit):  # its function measures numbers alone
+        if unit.is_users:  # its function measures numbers alone
             return {}
         if unit.name not in self._parts:
             values = group.store.values

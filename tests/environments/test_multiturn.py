@@ -202,9 +202,7 @@ def test_each_request_keeps_its_own_limit(sampler, first):
     environments = Environments(f"{__name__}:Parrot", {}, TOKENIZER, calls=CallLimits(HANG), **how)
     both = EpisodeSampler(sampler.engine, sampler.state, environments)
     for prompt in PROMPTS[:2]:
-        both.submit(
-            prompt.counter, GroupRequest(prompt, SamplingParams(4, limits[prompt.counter]))
-        )
+        both.submit(prompt.counter, GroupRequest(prompt, SamplingParams(4, limits[prompt.counter])))
     found = {}
     while both.busy:
         found |= dict(both.round())

@@ -283,12 +283,12 @@ def test_what_the_loop_and_nodes_of_ours_read_on_the_host_is_a_number_per_respon
     nodes = NodesAhead(frozenset({"gen"}), (mine, ours), runners)
     thread = HostThread(nodes, contextlib.nullcontext, threading.Condition(), None)
     thread.close()
-    assert thread._single == OF_RESPONSE | {"mark"}
+    assert thread._nodes.single == OF_RESPONSE | {"mark"}
     written = [np.zeros(2, np.float32), [np.ones(n, np.float32) for n in LENGTHS], np.zeros((2, 3))]
     frame = result_frame(KEY, mine, written, {})
     read_result(frame, mine, LENGTHS)
     with pytest.raises(ValueError, match=r"mark of shape \[3\], where \[\] is"):
-        read_result(frame, mine, LENGTHS, single=thread._single)
+        read_result(frame, mine, LENGTHS, single=thread._nodes.single)
     (before,) = units(mark="unshaped_score")
     with pytest.raises(ValueError, match=r"unshaped_score of shape \[3\], where \[\] is"):
         read_result(result_frame(KEY, before, written, {}), before, LENGTHS)
