@@ -52,7 +52,7 @@ MODEL = [
 ]
 QUESTIONS = [f"What is {3 * i} + {7 * i % 41}?" for i in range(24)]
 REFUSALS = {grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.RESOURCE_EXHAUSTED}
-MEMORY = 0.02  # growth of resident memory that counts as none
+MEMORY = 0.02  # growth of resident memory under attack that counts as none, or that in peace
 WARM_SECONDS = 20.0  # of attack, then of peace, before anything is measured
 DRAIN_SECONDS = 60.0
 
@@ -317,7 +317,7 @@ def main() -> int:
     print(f"p99 under attack over p99 in peace: {ratio:.2f} (at most {options.most:g})")
     wrong = peace.wrong + attack.wrong
     print(f"wrong answers: {len(wrong)}", *wrong[:10], sep="\n  ")
-    flat = max(peace.growth(), attack.growth()) <= MEMORY
+    flat = attack.growth() <= max(MEMORY, peace.growth())
     return 0 if ratio <= options.most and flat and not wrong else 1
 
 

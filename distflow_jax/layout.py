@@ -29,6 +29,9 @@ OF_RESPONSE = frozenset(("score", "unshaped_score", "environment_reward", "finis
 # The end of names of metrics that have a number for each prompt of the step, in the order of their
 # counters: float32 [G]. They are told of groups, and are no metrics of the run
 OF_GROUP = "_of_group"
+# The end of names of numbers by which partial batches weigh the mean whose name stands before it:
+# of how many tokens or sequences it is the mean. They are no metrics of the run
+WEIGHT = "/weight_of_mean"
 TOKENS_OF_AGE = "tokens_of_age"  # share of the tokens, of `.../rollout_corr/tokens_of_age/AGE`
 # largest weight of a token, of objectives whose corrections and rejections weigh them
 KEPT_WEIGHT = "rollout_corr/kept_weight_max"

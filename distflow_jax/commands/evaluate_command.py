@@ -64,7 +64,7 @@ def main(options: SimpleNamespace) -> int:
         )
         _, episodes = evaluation.answer(model.state)
         scored = evaluation.score(episodes)
-        metrics = validation_metrics(scored, config.eval.num_samples)
+        metrics = validation_metrics(scored, config.eval.num_samples, rewards)
         lines = evaluation_lines(scored)
     if processes.process_index() == 0:
         _report(options, config, model.step, metrics, lines)
@@ -80,7 +80,7 @@ def _report(
     lines: Sequence[str],
 ) -> None:
     """Prints the metrics as a table, and writes them with every response to --out."""
-    counts = {name for name in metrics if name.endswith("/num_prompts")}
+    counts = {n for n in metrics if n.endswith(("/num_prompts", "/errors", "/timeouts"))}
     rows = [(n, f"{x:.0f}" if n in counts else f"{x:.4f}") for n, x in metrics.items()]
     weights = f"{options.run} at step {step}" if options.run else config.model.source
     print(f"data      {config.eval.dataset}\nmodel     {weights}\n")

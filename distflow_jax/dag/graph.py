@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from distflow_jax.did_you_mean import hint
+from distflow_jax.layout import ROWS, ROWS_COLUMNS
 from distflow_jax.parsing.checked_fields import COUNT, SIZE, check_fields
 from distflow_jax.parsing.setting_checks import Section, setting
 
@@ -178,6 +179,11 @@ class Node:
             return plain
         raise self._error(f"options must have strings as keys: {self.options!r}")
 
+    @property
+    def is_users(self) -> bool:
+        """Whether it names a function of the user, "module:function" or "file.py:function"."""
+        return self.fn is not None and ":" in self.fn
+
 
 def _string_keys(value: Any) -> bool:
     if isinstance(value, Mapping):
@@ -304,6 +310,7 @@ class Graph:
         while True:
             kept = [node for node in settled if node.id not in gone]
             read = {field for node in kept for field in node.reads.values()}
+            read.update(ROWS_COLUMNS if ROWS in read else ())
             dropped = [
                 node
                 for node in kept

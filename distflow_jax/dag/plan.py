@@ -79,6 +79,11 @@ class Unit:
         return ".".join(task.node.id for task in self.tasks)
 
     @property
+    def is_users(self) -> bool:
+        """Whether a node of it has a function of the user."""
+        return any(task.node.is_users for task in self.tasks)
+
+    @property
     def layout(self) -> Layout:
         """The layout of all its tasks."""
         return self.tasks[0].layout

@@ -5,9 +5,18 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 from distflow_jax.dag.plan import Plan, Task, Unit
-from distflow_jax.layout import Edge, Metrics
+from distflow_jax.layout import Edge, Metrics, Parts
 
-COUNTS = ("_calls", "/errors", "/timeouts")  # ends of metrics that add up over rounds
+# ends of numbers that add up over rounds; those in Parts say themselves how they are merged
+COUNTS = (
+    "_calls",
+    "/errors",
+    "/timeouts",
+    "rollout/images_encoded",
+    "rollout/prefix/hits",
+    "rollout/prefix/tokens",
+    "trajectories/reread_tokens",
+)
 
 # (state, fields by their name inside the stage, options) -> state, fields it writes, metrics
 Stage = Callable[[Any, dict[str, Any], dict[str, Any]], tuple[Any, Mapping[str, Any], Metrics]]
@@ -70,8 +79,9 @@ def run_step(
       coordinator: store of fields; the loader's are put before the call, with the source None.
       span: times the `with` block of each unit.
       next_round: puts the next prompts, or returns false. The units of a region run as long as it
-        returns true; a plan without a region needs none. A metric of several rounds is their mean;
-        if its name ends in one of COUNTS, it is their sum.
+        returns true; a plan without a region needs none. Metrics in Parts are merged over all
+        rounds; another one is the mean of the rounds, or their sum if its name ends in one of
+        COUNTS.
       rehearse: turns fields into empty ones. With it, device units that are not active run too, so
         that nothing compiles when they become active. Those that train run on empty fields, which
         change no weights; results of the others are not used.
@@ -81,12 +91,13 @@ def run_step(
     """
     states = dict(states)
     inside, after = plan.split()
-    per_round = []
+    per_round, metrics = [], {}
     while inside and next_round():
         ran = {None}
-        measured = run_units(inside, step, runners, states, coordinator, span, ran, None)
-        per_round.append(coordinator.merged(measured))
-    metrics = _mean_or_sum(per_round)
+        per_round.append(run_units(inside, step, runners, states, coordinator, span, ran, None))
+        metrics = coordinator.merged(per_round[-1])  # or its error, before there is another round
+    if len(per_round) > 1:
+        metrics = coordinator.merged(_over_rounds(per_round))
     ran = {None, *(task.node.id for unit in inside for task in unit.tasks)}
     measured = run_units(after, step, runners, states, coordinator, span, ran, rehearse)
     merge_measured(metrics, coordinator.merged(measured), "a node after the region")
@@ -169,12 +180,13 @@ def make_runner(unit: Unit, stages: Mapping[str, Stage]) -> Runner:
     return run
 
 
-def _mean_or_sum(per_round: Sequence[Metrics]) -> Metrics:
-    merged = {}
+def _over_rounds(per_round: Sequence[Metrics]) -> Metrics:
+    merged: Metrics = {}
     for name in dict.fromkeys(name for metrics in per_round for name in metrics):
         values = [metrics[name] for metrics in per_round if name in metrics]
         total = sum(values[1:], start=values[0])
-        merged[name] = total if name.endswith(COUNTS) else total / len(values)
+        adds_up = isinstance(total, Parts) or name.endswith(COUNTS)
+        merged[name] = total if adds_up else total / len(values)
     return merged
 
 

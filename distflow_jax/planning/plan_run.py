@@ -63,7 +63,11 @@ from distflow_jax.planning.run_models import (
     samplers_of,
     starting_weights,
 )
-from distflow_jax.planning.settings_in_use import check_chosen, warn_of_warmup
+from distflow_jax.planning.settings_in_use import (
+    check_chosen,
+    warn_of_unread_rewards,
+    warn_of_warmup,
+)
 from distflow_jax.planning.sizes import Sizes, derive_sizes
 from distflow_jax.planning.sizes_table import describe_sizes
 from distflow_jax.planning.waiting_groups import WaitingGroups, waiting_groups
@@ -419,6 +423,7 @@ def prepare(
             run.trainers_sample = False
     config, source = run.config, run.source
     warn_of_warmup(config)
+    warn_of_unread_rewards(config.rollout.environment, run.graph)
     if config.training.offload != "none":
         check_host_memory(f"training.offload={config.training.offload!r}")
     if config.stream.workers:

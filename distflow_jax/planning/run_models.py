@@ -4,6 +4,7 @@ A *policy* is a decoder with its vocabulary head; a *scalar* model, critic or re
 policy's trunk with a head that gives one number per token.
 """
 
+import collections
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping
@@ -209,23 +210,29 @@ class States:
         states: dict[str, Any] = {key: settle(key, state) for key, state in restored.items()}
         policies: dict[Layout, Any] = {}  # weights of the source, read once for each layout
         bases = bases_of(self._models, self._config)
-        for key, model in self._models.items():
-            if key in states or key in bases:
-                continue
+        # the trained last: with their moments, the source's weights would lie there beside them
+        new = sorted(self._models.keys() - states.keys() - bases.keys())
+        new.sort(key=lambda key: self._models[key].trained)
+        users = collections.Counter(
+            self._models[key].layout for key in new if not self._models[key].checkpoint
+        )
+        for key in new:
+            model = self._models[key]
             network, optimizer, mesh = self._parts(model)
+            users[model.layout] -= not model.checkpoint
+            taken = bool(model.checkpoint) or not users[model.layout]
             if model.checkpoint:
                 params = self._from_run(model)
             else:
-                if model.layout not in policies:
-                    policies[model.layout] = load_or_init_params(
-                        self._source, self._config.seed, mesh
-                    )
-                # a copy of its own: what is trained is donated from step to step
-                params = jax.tree.map(lambda x: x.copy(), policies[model.layout])
+                params = policies.pop(model.layout, None) or load_or_init_params(
+                    self._source, self._config.seed, mesh
+                )
+                if not taken:
+                    policies[model.layout] = params
                 if not model.is_policy:
                     params = with_scalar_head(params)
             params = completed(params, network, self._config.seed, mesh)
-            params = as_stored(params, network, self._dtype, trained=model.trained)
+            params = as_stored(params, network, self._dtype, trained=model.trained, taken=taken)
             if model.trained:
                 params = init_state(params, network, optimizer, mesh)
             states[key] = settle(key, params)

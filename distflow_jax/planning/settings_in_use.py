@@ -6,8 +6,10 @@ from typing import NamedTuple
 
 from distflow_jax.config.graph_settings import value_at
 from distflow_jax.config.run_config import Config
+from distflow_jax.dag.added_fields import FIELD
 from distflow_jax.dag.graph import Graph
 from distflow_jax.dag.graph_yaml import built_in
+from distflow_jax.environments.registry import ENVIRONMENTS
 from distflow_jax.planning.run_data import calls_rewards
 from distflow_jax.rewards.registry import SANDBOXED
 from distflow_jax.stages.registry import sections_read
@@ -145,3 +147,19 @@ def warn_of_warmup(config: Config) -> None:
             updates,
             training.optimizer.lr,
         )
+
+
+def warn_of_unread_rewards(name: str, graph: Graph) -> None:
+    """Warns of rewards of the environment `name` that no node reads; built-in ones give none."""
+    if name in ("", *ENVIRONMENTS):
+        return
+    read = {field for node in graph.nodes for field in node.reads.values()}
+    for node in graph.nodes:
+        if FIELD in node.writes and node.writes[FIELD] not in read:
+            log.warning(
+                "node %r: no node reads the rewards of rollout.environment=%s, which it writes as "
+                "%r: if there are any, add them to the score by a node with fn: weighted_sum",
+                node.id,
+                name,
+                node.writes[FIELD],
+            )

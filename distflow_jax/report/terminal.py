@@ -176,8 +176,10 @@ class Terminal:
         The thread keeps what `details` reads: the run, with its arrays and programs.
         """
         with self._changed:
-            self._speaker = None
+            speaker, self._speaker = self._speaker, None
             self._changed.notify_all()
+        if speaker is not None:
+            speaker.join()
         if self._live is None:
             return
         self._waits = []
@@ -189,13 +191,12 @@ class Terminal:
     def _speak(self) -> None:
         """Says what a log file is to know of waits, while there are any."""
         own = threading.current_thread()
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._waits or self._speaker is not own)
+        with self._changed:
+            while self._changed.wait_for(lambda: self._waits or self._speaker is not own):
                 if self._speaker is not own:
                     return
                 self._say(self._waits[-1])
-            time.sleep(_LOOK)
+                self._changed.wait_for(lambda: self._speaker is not own, _LOOK)
 
     def _say(self, wait: "_Wait") -> None:
         if wait.phase in WAITS and not wait.announced and wait.seconds >= LONG_WAIT:

@@ -12,6 +12,7 @@ from distflow_jax.rewards import call_forms, reward_function
 from distflow_jax.rewards.call_forms import BATCH
 from distflow_jax.rewards.records import (
     MOST_SCORE,
+    OF_RUN,
     RewardRequest,
     RewardResult,
     VoteRequest,
@@ -107,7 +108,7 @@ def result_from(value: Any) -> RewardResult:
 
     Raises:
       TypeError: any other value.
-      ValueError: a score that is nan or outside MOST_SCORE.
+      ValueError: a score that is nan or outside MOST_SCORE, or a number whose name is of OF_RUN.
     """
     entries = value if isinstance(value, Mapping) else {"score": value}
     not_scored = isinstance(value, Mapping) and "score" in entries and entries["score"] is None
@@ -174,9 +175,9 @@ def _item(value: Any, on_error: float, logged: Mapping[str, Any]) -> RewardResul
     """
     try:
         result = NOT_SCORED if value is None else result_from(value)
+        return dataclasses.replace(result, logged=_numbers(logged) | result.logged)
     except (TypeError, ValueError) as error:
         return error_result(error, on_error)
-    return dataclasses.replace(result, logged=_numbers(logged) | result.logged)
 
 
 def _guarded(call: Callable[[], Any], on_error: float) -> RewardResult:
@@ -209,6 +210,11 @@ _OWN_FILES = {__file__, reward_function.__file__, call_forms.__file__}
 
 
 def _numbers(entries: Mapping[Any, Any]) -> dict[str, float]:
-    """The numbers among some values, by name."""
+    """The numbers among some values, by name. ValueError for a name that the run logs itself."""
     found = {str(name): number_of(value) for name, value in entries.items()}
-    return {name: number for name, number in found.items() if number is not None}
+    numbers = {name: number for name, number in found.items() if number is not None}
+    if taken := sorted(OF_RUN & numbers.keys()):
+        raise ValueError(
+            f"the reward function logs {taken[0]!r}, which the run counts: choose another name"
+        )
+    return numbers

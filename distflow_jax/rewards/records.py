@@ -6,6 +6,10 @@ from typing import Any
 
 from distflow_jax.config.sandbox_config import SandboxConfig
 
+# names of `reward/NAME` that a run logs itself, which no function may log
+OF_RUN = frozenset(
+    "environment errors no_answer not_finite not_scored overlong_penalty timeouts".split()
+)
 MOST_SCORE = 1e18  # either sign; float32 has no squares of larger ones, and no variance then
 
 

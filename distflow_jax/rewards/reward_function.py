@@ -20,7 +20,7 @@ from distflow_jax.rewards.call_forms import (
     row_arguments,
     takes_any,
 )
-from distflow_jax.rewards.records import RewardRequest
+from distflow_jax.rewards.records import OF_RUN, RewardRequest
 from distflow_jax.rewards.registry import REWARDS
 
 _WHAT = "reward function"
@@ -98,7 +98,7 @@ def load_reward(
     Raises:
       ValueError, FileNotFoundError: no such function (the message names the nearest), importing
         its module raised, a signature of no known form, an argument in `kwargs` that no function
-        takes, or another number of weights than of functions.
+        takes, another number of weights than of functions, or the name of a count of the run.
     """
     if ":" not in spec:
         example = "my_module:my_function or path/to/file.py:my_function"
@@ -120,6 +120,11 @@ def load_reward(
             for part, weight in zip(found, weights, strict=True)
         ]
     for part in found:
+        if part.name in OF_RUN and len(found) > 1:  # whose scores are logged by their names
+            raise ValueError(
+                f"{part.name!r} of reward function {spec!r} has a name that the run counts: "
+                "choose another"
+            )
         _check_signature(part, spec if len(found) == 1 else part.name, kwargs)
     _check_kwargs(found, spec, kwargs)
     taken = [{k: v for k, v in kwargs.items() if _takes(p.function, k)} for p in found]

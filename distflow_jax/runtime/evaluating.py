@@ -66,7 +66,8 @@ class EvaluateNow:
         with self._recorder.timed("evaluation", step):
             with self._phases.span("testing"), self._source.free_sampler():
                 scored = evaluate_sampler(self._prepared, self._runtime, self._state)
-                metrics = validation_metrics(scored, self._prepared.config.eval.num_samples)
+                samples = self._prepared.config.eval.num_samples
+                metrics = validation_metrics(scored, samples, self._prepared.rewards)
             self._recorder.evaluation(step, scored)
         return metrics
 
@@ -82,7 +83,7 @@ class EvaluateAhead:
         schedule: StepSchedule,
         phases: Phases,
     ):
-        self._config, self._source = prepared.config, source
+        self._prepared, self._source = prepared, source
         self._recorder, self._schedule, self._phases = recorder, schedule, phases
 
     def after(self, step: int) -> Metrics:
@@ -98,10 +99,10 @@ class EvaluateAhead:
 
         Of those that are not there all processes leave out the first one and all after it.
         """
-        source = self._source
+        source, samples = self._source, self._prepared.config.eval.num_samples
         with self._phases.span("testing"):
             for found in source.evaluated(up_to, end=end):
-                metrics = validation_metrics(found.scored, self._config.eval.num_samples)
+                metrics = validation_metrics(found.scored, samples, self._prepared.rewards)
                 self._recorder.late_evaluation(found, metrics)
         late = source.not_evaluated(up_to)
         source.saver.recorded(min(late, default=up_to + 1) - 1)

@@ -23,7 +23,7 @@ from distflow_jax.coordinator.batch_metrics import (
     take_gaps,
 )
 from distflow_jax.coordinator.rounds import DATA_ENDED, PREEMPTED, Ended
-from distflow_jax.layout import OF_GROUP, Metrics
+from distflow_jax.layout import OF_GROUP, WEIGHT, Metrics
 from distflow_jax.observe.metrics import without_empty
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.step_schedule import StepSchedule
@@ -100,7 +100,8 @@ def metrics_on_host(run: OpenRun, on_devices: Metrics) -> Metrics:
     with run.instruments.phases.span(run.prepared.plan.units[-1].name):
         values = jax.device_get(on_devices)
     arrays = {name: value for name, value in values.items() if name.endswith(OF_GROUP)}
-    numbers = {name: value for name, value in values.items() if name not in arrays}
+    others = (name for name in values if not name.endswith((OF_GROUP, WEIGHT)))
+    numbers = {name: values[name] for name in others}
     return means_by_label(means_by_age(without_empty(numbers))) | arrays
 
 

@@ -25,7 +25,6 @@ from distflow_jax.coordinator.coordinator import Coordinator, work_of
 from distflow_jax.coordinator.field_store import FieldStore, Value
 from distflow_jax.dag.plan import Plan, Unit
 from distflow_jax.dag.plan_walker import (
-    COUNTS,
     Rehearse,
     Runner,
     Span,
@@ -33,7 +32,7 @@ from distflow_jax.dag.plan_walker import (
     run_step,
     run_units,
 )
-from distflow_jax.layout import ADVANTAGE, ROWS, Edge, Metrics
+from distflow_jax.layout import ADVANTAGE, ROWS, Edge, Metrics, Parts
 from distflow_jax.models.model_flops import BatchWork
 from distflow_jax.planning.partial_batches.partial_batch_programs import (
     PartialBatchPrograms,
@@ -44,11 +43,7 @@ from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.programs.launch_log import launched
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.sample_source import SampleSource, SourceOfPartialBatches
-from distflow_jax.stages.partial_batch_metrics import (
-    PartialBatchSize,
-    merged_metrics,
-    partial_batch_size,
-)
+from distflow_jax.stages.partial_batch_metrics import merged_metrics, num_sequences
 from distflow_jax.stages.update_model import merged_updates
 from distflow_jax.stream.batches.group_facts import step_lengths
 from distflow_jax.stream.batches.partial_batches import PartialBatch
@@ -61,7 +56,7 @@ class StepInPartialBatches:
 
     # of each partial batch
     metrics: list[Metrics] = field(default_factory=list)
-    sizes: list[PartialBatchSize] = field(default_factory=list)
+    sequences: list[jax.Array | int] = field(default_factory=list)  # how many, on all processes
     shares: list[Shares] = field(default_factory=list)
     uid: list[np.ndarray] = field(default_factory=list)  # int64 [N, 2]
     # of those that wrote advantages, with the lengths by which rows were assigned
@@ -122,7 +117,7 @@ class PartialBatchSteps:
         # nodes on the host may write columns of the rows until a unit reads these
         self._before, self._after = self._units[:first], self._units[first:]
         self._rows = _edge_of_rows(self._after[0]) if self._after else None
-        self._size = self._size_program()
+        self._count = self._count_program()
         self._found = StepInPartialBatches()
 
     def run(
@@ -212,14 +207,15 @@ class PartialBatchSteps:
         step, runners = partial_batch.step, self._runners
         of_partial_batch = step, runners, states, coordinator, span, found.ran, rehearse
         measured = run_units(self._before, *of_partial_batch)
-        found.sizes.append(self._size_of(partial_batch))
+        found.sequences.append(self._count_sequences(partial_batch))
         merge_measured(measured, run_units(self._after, *of_partial_batch), "a node after packing")
         if jax.default_backend() == "cpu":
             # programs of several partial batches in flight, each with collectives, starve each
             # other of XLA:CPU's threads (docs/decisions/decoding.md)
             sums = [states[key] for _, key, _ in self._updates]
-            jax.block_until_ready((found.sizes[-1], measured, sums))
-        found.metrics.append(coordinator.merged(measured))
+            jax.block_until_ready((found.sequences[-1], measured, sums))
+        coordinator.merged(measured)  # for its errors; Parts of the whole step are merged later
+        found.metrics.append(measured)
         found.shares.append(coordinator.shares)
 
     def _collect(self, partial_batch: PartialBatch) -> None:
@@ -295,40 +291,32 @@ class PartialBatchSteps:
 
     def _merged(self) -> Metrics:
         """Metrics of the units that ran on partial batches, and of their updates."""
-        partial_batches, sizes = jax.device_get((self._found.metrics, self._found.sizes))
-        nodes = {task.node.id for task in self._plan.tasks}
-        metrics: Metrics = {}
-        for name in dict.fromkeys(name for measured in partial_batches for name in measured):
-            found = [
-                (measured[name], size)
-                for measured, size in zip(partial_batches, sizes, strict=True)
-                if name in measured
-            ]
-            values, weights = zip(*found, strict=True)
-            if name.endswith(COUNTS):
-                metrics[name] = sum(values)
-                continue
-            first = name.split("/")[0]
-            prefix = f"{first}/" if first in nodes else ""
-            metrics |= merged_metrics([{name: value} for value in values], weights, prefix)
+        numbers: list[Metrics] = []
+        parts: Metrics = {}
+        for measured in self._found.metrics:
+            for name, value in measured.items():
+                if isinstance(value, Parts):
+                    parts[name] = parts[name] + value if name in parts else value
+            numbers.append({n: x for n, x in measured.items() if not isinstance(x, Parts)})
+        metrics: Metrics = merged_metrics(*jax.device_get((numbers, self._found.sequences)))
+        metrics |= self._batch.merged(parts)
         for updates in self._found.updates.values():
             metrics |= merged_updates(updates)
         return metrics
 
-    def _size_of(self, partial_batch: PartialBatch) -> PartialBatchSize:
-        """Numbers by which metrics of a partial batch weigh, the same on all processes."""
+    def _count_sequences(self, partial_batch: PartialBatch) -> jax.Array | int:
+        """How many sequences a partial batch has, the same on all processes."""
         if self._rows is None:
-            lengths = [n for group in partial_batch.groups for n in group.responses]
-            return PartialBatchSize(sum(lengths), len(lengths))
+            return sum(len(group.responses) for group in partial_batch.groups)
         rows = self._coordinator.get(self._rows)
         launched("partial batch size")
-        return self._size(rows)
+        return self._count(rows)
 
-    def _size_program(self) -> Callable[[Any], PartialBatchSize] | None:
+    def _count_program(self) -> Callable[[Any], jax.Array] | None:
         if self._rows is None:
             return None
         mesh = self._coordinator.meshes[self._rows.target_layout]
-        return jax.jit(partial_batch_size, out_shardings=NamedSharding(mesh, PartitionSpec()))
+        return jax.jit(num_sequences, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _edge_of_rows(unit: Unit) -> Edge | None:

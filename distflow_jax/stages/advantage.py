@@ -17,7 +17,7 @@ from distflow_jax.algorithms.kl import (
     token_rewards,
     with_kl_penalty,
 )
-from distflow_jax.algorithms.masked import masked_max, masked_mean, masked_min
+from distflow_jax.algorithms.masked import masked_count, masked_max, masked_mean, masked_min
 from distflow_jax.algorithms.packed import counted, per_sequence, per_token
 from distflow_jax.algorithms.policy_tokens import cleaned_logp
 from distflow_jax.algorithms.value import explained_variance
@@ -25,6 +25,7 @@ from distflow_jax.batch import Rows
 from distflow_jax.config.algorithm_config import AlgorithmConfig
 from distflow_jax.config.algorithm_tables import ADVANTAGES
 from distflow_jax.dag.plan_walker import Stage
+from distflow_jax.layout import WEIGHT
 from distflow_jax.stages.stage_context import ComputeContext, require
 
 
@@ -59,7 +60,9 @@ def build_advantage(context: ComputeContext) -> Stage:
         metrics |= _summary("critic/returns", returns, mask)
         if "value" in fields:
             metrics |= _summary("critic/values", fields["value"], mask)
-            metrics["critic/vf_explained_var"] = explained_variance(fields["value"], returns, mask)
+            of_values = explained_variance(fields["value"], returns, mask)
+            metrics["critic/vf_explained_var"] = of_values
+            metrics[f"critic/vf_explained_var{WEIGHT}"] = masked_count(counted(rows))
             # nothing is known of a response without a score: the critic keeps its own values there
             returns = jnp.where(given & ~mask, fields["value"], returns)
         return coef, advantage, returns, metrics
@@ -109,9 +112,10 @@ def rewards_of(
     logp, ref_logp = (cleaned_logp(fields[name], mask) for name in ("old_logp", "ref_logp"))
     kl = KL_ESTIMATORS[algorithm.kl_estimator](logp, ref_logp)
     reward, mean = with_kl_penalty(reward, kl, rows, coef), mean_kl(kl, rows)
+    sequences = masked_count(counted(rows))
     metrics = {"actor/reward_kl_penalty": mean, "actor/reward_kl_penalty_coeff": coef}
+    metrics[f"actor/reward_kl_penalty{WEIGHT}"] = sequences
     if algorithm.kl_target:
-        sequences = counted(rows).sum(dtype=jnp.int32).astype(jnp.float32)
         coef = adapted_coef(
             coef, mean, sequences, target=algorithm.kl_target, horizon=float(algorithm.kl_horizon)
         )
@@ -121,6 +125,7 @@ def rewards_of(
 def _summary(prefix: str, x: jax.Array, mask: jax.Array) -> dict[str, jax.Array]:
     return {
         f"{prefix}/mean": masked_mean(x, mask),
+        f"{prefix}/mean{WEIGHT}": masked_count(mask),
         f"{prefix}/max": masked_max(x, mask),
         f"{prefix}/min": masked_min(x, mask),
     }

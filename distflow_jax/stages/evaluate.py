@@ -16,8 +16,9 @@ from distflow_jax.environments.registry import Environments
 from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.answers.final_answer import final_answer
-from distflow_jax.rewards.pool import RewardPool
+from distflow_jax.rewards.pool import RewardPool, failures
 from distflow_jax.rewards.prompt_requests import request_for
+from distflow_jax.rewards.records import RewardResult
 from distflow_jax.rewards.registry import REWARDS, same_answers
 from distflow_jax.rollout.engine.engine import RolloutEngine
 from distflow_jax.rollout.requests import GroupRequest, Response, SamplingParams
@@ -32,7 +33,8 @@ EVALUATED = "val-"  # how the names of an evaluation's metrics begin
 class Scored:
     """One prompt with its n responses: texts, scores, tokens, and whether each ended by itself.
 
-    A score is NaN where the function gave none. `votes` are equal for equal answers.
+    A score is NaN where the function gave none. `votes` are equal for equal answers. `rewards` are
+    the results that scores are made of, with their errors.
     """
 
     prompt: Prompt
@@ -41,6 +43,7 @@ class Scored:
     scores: list[float]
     lengths: list[int]
     finished: list[bool]
+    rewards: list[RewardResult]
 
 
 def vote(
@@ -111,7 +114,7 @@ class Evaluation:
         answers = [r.answer or text for r, text in zip(results, texts, strict=True)]
         groups = [answers[i : i + n] for i in range(0, len(answers), n)]
         votes = [key for group in self.rewards.equal_answers(groups) for key in group]
-        columns = (texts, votes, scores, lengths, finished)
+        columns = (texts, votes, scores, lengths, finished, results)
         answered = [own[e.response.prompt.counter] for e in episodes[::n]]
         return [
             Scored(prompt, *(column[i * n : (i + 1) * n] for column in columns))
@@ -129,11 +132,15 @@ def _numbered(prompts: Sequence[Prompt]) -> list[Prompt]:
     return [dataclasses.replace(p, counter=FIRST_COUNTER + p.counter) for p in prompts]
 
 
-def validation_metrics(scored: Sequence[Scored], num_samples: int) -> dict[str, float]:
+def validation_metrics(
+    scored: Sequence[Scored], num_samples: int, pool: RewardPool
+) -> dict[str, float]:
     """verl's names, over the prompts of all processes: every process gets the same numbers.
 
-    val-core/{data_source}/reward/{mean@N, best@N/mean, maj@N/mean}, the number of prompts, and the
-    standard error of mean@N over the prompts. Responses without a score are left out.
+    val-core/{data_source}/reward/{mean@N, best@N/mean, maj@N/mean}, the number of prompts, the
+    standard error of mean@N over the prompts, and the numbers of rewards that failed. Responses
+    without a score are left out. Raises RuntimeError on all processes alike, as the `pool` that
+    made the rewards does for those of a step: if too many failed, or none is a score.
     """
     n = num_samples
     local = collections.defaultdict(list)
@@ -144,11 +151,14 @@ def validation_metrics(scored: Sequence[Scored], num_samples: int) -> dict[str, 
             majority = vote(texts, scores, votes)
             found = (s.prompt.counter, float(np.mean(scores)), max(scores), majority)
             local[s.prompt.data_source].append(found)
-    names = sorted(filter(None, set().union(*processes.all_gather_json(list(local)))))
+    failed = _failed_rewards(scored, pool)
     metrics: dict[str, float] = {}
-    for name in names:
+    for name in sorted(failed.keys() - {""}):
         rows = np.array(local.get(name, []), np.float64).reshape(-1, 4)
         values = np.concatenate(processes.all_gather_ragged(rows))
+        if not len(values):
+            metrics |= failed[name]
+            continue
         values = values[np.argsort(values[:, 0]), 1:]  # no bit depends on who has which
         mean, best, majority = values.mean(axis=0)
         prefix = f"val-core/{name}/reward"
@@ -164,4 +174,21 @@ def validation_metrics(scored: Sequence[Scored], num_samples: int) -> dict[str, 
                 f"{prefix}/best@{n}/mean": float(best),
                 f"{prefix}/maj@{n}/mean": float(majority),
             }
+        metrics |= failed[name]
     return metrics
+
+
+def _failed_rewards(scored: Sequence[Scored], pool: RewardPool) -> dict[str, dict[str, int]]:
+    """{data source: metrics of its rewards that failed}, of all processes; raises if too many."""
+    results = collections.defaultdict(list)
+    for s in scored:
+        results[s.prompt.data_source] += s.rewards
+    counts = {name: failures(given) for name, given in results.items()}
+    counted = [one for theirs in processes.all_gather_json(counts) for one in theirs.items()]
+    pool.check_error_rate([part for _, part in counted])
+    errors, timeouts = collections.Counter(), collections.Counter()
+    for name, part in counted:
+        errors[name] += part["failed"] - part["timeouts"]
+        timeouts[name] += part["timeouts"]
+    of = "val-aux/{}/reward/{}".format
+    return {n: {of(n, "errors"): errors[n], of(n, "timeouts"): timeouts[n]} for n in errors}

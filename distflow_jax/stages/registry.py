@@ -187,7 +187,7 @@ def resolve(nodes: Iterable[Node]) -> dict[str, Builder]:
     """
     builders = {}
     for node in nodes:
-        if not _is_users(node):
+        if not node.is_users:
             kind = kind_of(node)
             _check_fields(node, kind)
             _check_options(node, kind)
@@ -227,7 +227,7 @@ def kind_of(node: Node) -> StageKind:
 
 def takes_policy_ratio(node: Node) -> bool:
     """Whether a node's update weighs tokens by how likely the policy was to sample them."""
-    return not _is_users(node) and kind_of(node).build is build_policy_update
+    return not node.is_users and kind_of(node).build is build_policy_update
 
 
 _OPTIONS: dict[Builder, dict[str, Kind]] = {  # of a node, by its stage
@@ -249,21 +249,21 @@ _SECTIONS: dict[Builder, str] = {
 def sections_read(nodes: Iterable[Node]) -> set[str]:
     """The sections of the config that built-in stages of these nodes read, of those that belong to
     an algorithm."""
-    builders = [kind_of(node).build for node in nodes if not _is_users(node)]
+    builders = [kind_of(node).build for node in nodes if not node.is_users]
     return {_SECTIONS[build] for build in builders if build in _SECTIONS}
 
 
 def per_token_fields(node: Node) -> set[str]:
     """The fields that a node on the host writes with one number per response token."""
     inside = node.per_token
-    if not _is_users(node):
+    if not node.is_users:
         inside = kind_of(node).per_token & set(node.writes)
     return {node.writes[name] for name in inside}
 
 
 def context_of(node: Node) -> type[NodeContext] | None:
     """The record that a node's builder takes; None for a function of the user's, a stage itself."""
-    return None if _is_users(node) else kind_of(node).context
+    return None if node.is_users else kind_of(node).context
 
 
 def first_state_of(node: Node, context: NodeContext | None) -> Any:
@@ -271,7 +271,7 @@ def first_state_of(node: Node, context: NodeContext | None) -> Any:
 
     `context` is the record that `context_of` names.
     """
-    make = None if _is_users(node) else kind_of(node).first_state
+    make = None if node.is_users else kind_of(node).first_state
     return make(context) if make else None
 
 
@@ -317,11 +317,6 @@ def _wanted_reads(nodes: Iterable[Node], demands: Demands) -> dict[str, Collecti
                 )
         wanted[node.id] = list(asked)
     return wanted
-
-
-def _is_users(node: Node) -> bool:
-    """Whether a node names a function of the user's, "module:function" or "file.py:function"."""
-    return node.fn is not None and ":" in node.fn
 
 
 def _check_options(node: Node, kind: StageKind) -> None:

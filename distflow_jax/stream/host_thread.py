@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from distflow_jax.dag.plan import Unit
 from distflow_jax.layout import Metrics, Parts
-from distflow_jax.stream.frames.node_frames import NodeResult, is_users, read_result, task_frame
+from distflow_jax.stream.frames.node_frames import NodeResult, read_result, task_frame
 from distflow_jax.stream.host_nodes import Group, NodesAhead, Span
 from distflow_jax.stream.task_buffer import TaskBuffer
 from distflow_jax.stream.tasks import NodeTask
@@ -119,7 +119,7 @@ class HostThread:
 
     def _of_no_response(self, unit: Unit, group: Group) -> Mapping[str, Parts]:
         """The metrics of a built-in stage that saw no response: they say how parts are merged."""
-        if is_users(unit):  # its function measures numbers alone
+        if unit.is_users:  # its function measures numbers alone
             return {}
         if unit.name not in self._parts:
             values = group.store.values

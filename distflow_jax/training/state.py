@@ -92,16 +92,27 @@ def sharded_params(model: Network, mesh: jax.sharding.Mesh) -> Any:
     )
 
 
-def as_stored(params: Any, network: Network, compute_dtype: str, *, trained: bool) -> Any:
+def as_stored(
+    params: Any, network: Network, compute_dtype: str, *, trained: bool, taken: bool = True
+) -> Any:
     """Parameters, arrays or ShapeDtypeStructs, with matrices that no update changes in
     `compute_dtype`, to which products cast them anyway.
 
-    `trained`: whether the network is trained, all of it or what lora.is_trained says.
+    Args:
+      trained: whether the network is trained, all of it or what lora.is_trained says.
+      taken: whether the arrays are given up. Then each is freed as soon as it is cast, so that one
+        at a time lies there twice; else each is copied, since an update donates its state.
     """
     specs, flat = param_specs(network), flatten_dict(params, sep="/")
     for path, x in flat.items():
-        if specs[path].inputs and not (trained and lora.is_trained(network, path)):
-            is_spec = isinstance(x, jax.ShapeDtypeStruct)
-            dtype = jnp.dtype(compute_dtype)
-            flat[path] = x.update(dtype=dtype) if is_spec else x.astype(dtype)
+        short = specs[path].inputs and not (trained and lora.is_trained(network, path))
+        dtype = jnp.dtype(compute_dtype) if short else x.dtype
+        if isinstance(x, jax.ShapeDtypeStruct):
+            flat[path] = x.update(dtype=dtype)
+        elif dtype != x.dtype:
+            flat[path] = x.astype(dtype)
+            if taken:
+                x.delete()
+        elif not taken:
+            flat[path] = x.copy()
     return unflatten_dict(flat, sep="/")

@@ -58,14 +58,14 @@ def metrics_page() -> str:
     """All metrics with the meaning of a bad value."""
     lines = [
         "# Metrics\n",
-        "`metrics.jsonl` has one line per step, under verl's names, and a second one for an "
-        "evaluation that ended after later steps. Step 0 holds the evaluation of the untrained "
-        'weights. NaN and infinities are the strings "NaN", "Infinity" and '
-        '"-Infinity".\n',
-        "`{a,b}` stands for a or b, `{word}` for a name of the run. Where a graph has several "
-        "nodes of a kind, `NODE/` stands before their names. A function of your own adds metrics "
-        "under the names that it returns. [Speed and profiles](../metrics.md) has the formula of "
-        "MFU.\n",
+        "`metrics.jsonl` has one line per step, with the same metric names as verl. An evaluation "
+        "that finishes after later steps adds a second line for its step. Step 0 is the evaluation "
+        'of the untrained weights. NaN and infinities are written as the strings "NaN", '
+        '"Infinity" and "-Infinity".\n',
+        "In the tables, `{a,b}` means a or b, and `{word}` is a placeholder for a name from your "
+        "run. If a graph has several nodes of a kind, their metrics begin with `NODE/`. Your own "
+        "functions can return additional metrics under any name. For the formula of MFU, see "
+        "[Speed and profiles](../metrics.md).\n",
     ]
     for title, metrics in metric_reference.metric_table().items():
         rows = [(f"`{m.name}`", m.meaning, m.bad) for m in metrics]
@@ -81,21 +81,22 @@ def implementations_page() -> str:
     table, of_products = implementation_table.IMPLEMENTATIONS, implementation_table.PRODUCTS
     lines = [
         "# Attention and grouped products\n",
-        "Name an implementation with `training.attention`, `rollout.attention` or "
-        "`model.grouped_product`. A name that cannot do what a run needs is refused in one line "
-        "that names what lacks.\n",
-        "`auto` considers those whose platform is in bold, that can do what the run needs and are "
-        "installed. On a CPU it takes the first. On other platforms a run tries them before its "
-        "programs are traced: on one device, on a small case of its own kind without images, each "
-        "is compared with float32. One that differs, or raises an error, is left out; a "
-        "named one ends the run. Of several the fastest on a row of `training.row_tokens` is "
-        "taken. `masked` rows are for sizes that nothing else fits. Plans for other machines, "
-        "servers and workers try nothing: they take the first, and `masked` for prefill. The "
-        "choice and its reason stand in plan.txt.\n",
-        "No implementation has been measured on a GPU or TPU yet; the last column says how far "
-        "each was checked. FLOPs of splash attention, Transformer Engine, cuDNN and grouped "
-        "products of tokamax are not in the costs of programs; [MFU](../metrics.md) does not "
-        "depend on them.\n",
+        "To choose an implementation, set `training.attention`, `rollout.attention` or "
+        "`model.grouped_product` to its name. If it cannot do what a run needs, the run is refused "
+        "with one line that says what is missing.\n",
+        "The default, `auto`, considers implementations that are installed, can do what the run "
+        "needs, and have the run's platform in bold. On a CPU, it takes the first of them. On "
+        "other platforms, a run tries them all before it traces its programs. Each is run on one "
+        "device on a small case of its own kind, without images, and is compared with float32. "
+        "An implementation that differs or raises an error is left out; one that was set by name "
+        "ends the run. The fastest of the others on a row of `training.row_tokens` tokens is "
+        "taken. `masked` is used for rows whose sizes no other implementation supports. Plans for "
+        "other machines, servers and workers try nothing: they take the first implementation, and "
+        "`masked` for prefill. plan.txt shows the choice and its reason.\n",
+        "No implementation has been measured on a GPU or TPU yet; the last column shows how far "
+        "each was checked. The costs of programs do not include the FLOPs of splash attention, "
+        "Transformer Engine, cuDNN and tokamax's grouped products. [MFU](../metrics.md) does not "
+        "depend on these costs.\n",
     ]
     for where, title in implementation_table.PLACES.items():
         rows = [

@@ -1,5 +1,7 @@
 """Rewards of environments reach the scores in every graph."""
 
+import logging
+
 import pytest
 
 from distflow_jax.config.config_dict import from_config_dict, override, to_config_dict
@@ -8,6 +10,7 @@ from distflow_jax.dag.added_fields import FIELD, with_environment_rewards
 from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.graph_yaml import load_graph
 from distflow_jax.planning.plan_run import settle
+from distflow_jax.planning.settings_in_use import warn_of_unread_rewards
 
 
 def config_of(*assignments):
@@ -57,3 +60,24 @@ def test_only_with_an_environment():
 
 def test_without_a_rollout_there_is_nothing_to_do():
     assert fields(settle(config_of("dag=sft", "rollout.environment=calculator"))[1]) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "environment", "told"),
+    [
+        ("MODEL_INFERENCE", "own.py:Game", True),
+        ("MODEL_INFERENCE", "tools", False),
+        ("COMPUTE", "own.py:Game", False),
+    ],
+)
+def test_rewards_that_no_node_reads_are_named(caplog, kind, environment, told):
+    reads = ["rows"] if kind == "MODEL_INFERENCE" else ["prompt", "response"]
+    nodes = [
+        Node("r", "ROLLOUT", "MODEL_INFERENCE", reads=["prompt"], writes=["response"]),
+        Node("judge", "REWARD", kind, deps=["r"], reads=reads, writes=["score"]),
+    ]
+    graph = with_environment_rewards(Graph("judged", nodes))
+    with caplog.at_level(logging.WARNING, "distflow_jax"):
+        warn_of_unread_rewards(environment, graph)
+    assert len(caplog.records) == told
+    assert all("node 'r': no node reads the rewards" in r.message for r in caplog.records)

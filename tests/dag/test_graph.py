@@ -1,5 +1,6 @@
 """A graph is checked when it is made, and is the same in Python and in YAML."""
 
+import dataclasses
 import random
 
 import pytest
@@ -167,3 +168,15 @@ def test_when_implies_is_inclusion_of_steps():
         for other in every:
             included = all(other.active(s) for s in range(1, 120) if one.active(s))
             assert one.implies(other) == included, (one, other)
+
+
+def test_a_sampler_whose_responses_are_read_as_rows_alone_stays():
+    nodes = [
+        Node("rollout", "ROLLOUT", "MODEL_INFERENCE", (), ["uid"], ["response", "rollout_logp"]),
+        Node("judge", "REWARD", "MODEL_INFERENCE", ["rollout"], ["rows"], ["score"]),
+        Node("train", "ACTOR", "MODEL_TRAIN", ["judge"], ["score"], may_read=["rollout_logp"]),
+    ]
+    settled = Graph("judged", nodes).settle({"train": []})
+    assert [node.id for node in settled.nodes] == ["rollout", "judge", "train"]
+    unread = dataclasses.replace(nodes[2], reads=["uid"], deps=["rollout"])
+    assert Graph("unread", [nodes[0], unread]).settle({"train": []}).nodes[0].id == "train"

@@ -8,7 +8,7 @@ from distflow_jax.coordinator.coordinator import merge_parts
 from distflow_jax.dag.graph import Graph, Node, Region
 from distflow_jax.dag.plan_walker import make_runner, run_step
 from distflow_jax.dag.planner import plan
-from distflow_jax.layout import Layout
+from distflow_jax.layout import Layout, Parts
 
 HOST, MESH = Layout("host"), Layout("mesh", (("fsdp", 2),))
 LAYOUTS = {"ACTOR": MESH, "ROLLOUT": HOST, "REWARD": HOST}
@@ -203,37 +203,71 @@ def test_a_rehearsal_runs_what_waits_on_empty_fields_and_keeps_nothing_of_it():
     assert seen == {}
 
 
-def test_a_region_runs_until_there_is_enough():
-    class Three:
-        left = 4
-
-        def next(self):
-            self.left -= 1
-            shelf.put(None, "question", "p")
-            return self.left > 0
-
+def run_region(stage, rounds):
+    """(names of the nodes that ran, metrics) of a step whose region runs so many rounds."""
     nodes = [
         Node("a", "ROLLOUT", "COMPUTE", [], {"text": "question"}, {"out": "x"}),
         Node("b", "ACTOR", "COMPUTE", ["a"], ["x"], {"out": "y"}),
     ]
+    left = iter([True] * rounds)
 
     class Rewritten(Shelf):
         def put(self, source, field, value):
             self.values[source, field] = value
 
+    def next_round():
+        shelf.put(None, "question", "p")
+        return next(left, False)
+
     built = plan(Graph("g", nodes, [Region(["a"], "informative")]), LAYOUTS, {"question"})
-    spans = Names()
+    shelf, spans = Rewritten(prompt="p"), Names()
+    stages = runners(built, {"a": stage, "b": say("B")})
+    _, metrics = run_step(built, 1, stages, {}, shelf, spans.span, next_round)
+    return spans.names, metrics
+
+
+def test_a_region_runs_until_there_is_enough():
     counted = iter(range(10))
 
     def stage(state, fields, options):
         n = next(counted)
-        return state, {"out": n}, {"perf/generate_calls": n, "reward/mean": n}
+        numbers = ("perf/generate_calls", "rollout/prefix/hits", "reward/mean")
+        return state, {"out": n}, dict.fromkeys(numbers, n)
 
-    shelf = Rewritten(prompt="p")
-    stages = runners(built, {"a": stage, "b": say("B")})
-    _, metrics = run_step(built, 1, stages, {}, shelf, spans.span, Three().next)
-    assert spans.names == ["a", "a", "a", "b"]
-    assert metrics == {"perf/generate_calls": 3, "reward/mean": 1.0, "seen/B": 1}
+    names, metrics = run_region(stage, 3)
+    assert names == ["a", "a", "a", "b"]
+    counts = {"perf/generate_calls": 3, "rollout/prefix/hits": 3}
+    assert metrics == counts | {"reward/mean": 1.0, "seen/B": 1}
+
+
+def merged_of_calls(values):
+    """Metrics of responses, each of which made so many calls."""
+    if max(values) > 9:
+        raise RuntimeError("too many")
+    means = {"environment/tool_calls": sum(values) / len(values)}
+    return means | {"environment/turns/max": max(values), "reward/no_answer": values.count(0)}
+
+
+@pytest.mark.parametrize("rounds", [[[4, 0]], [[4, 0], [1, 0, 0, 1]], [[2], [4, 0, 0], [0], [1]]])
+def test_metrics_in_parts_are_those_of_the_responses_of_all_rounds(rounds):
+    given = iter(rounds)
+
+    def stage(state, fields, options):
+        return state, {"out": 0}, {"a": Parts(tuple(next(given)), merged_of_calls)}
+
+    _, metrics = run_region(stage, len(rounds))
+    assert metrics == merged_of_calls(sum(rounds, [])) | {"seen/B": 1}
+
+
+def test_an_error_of_a_rounds_parts_ends_the_step_before_the_next_round():
+    given = iter([[1], [10], [1]])
+
+    def stage(state, fields, options):
+        return state, {"out": 0}, {"a": Parts(tuple(next(given)), merged_of_calls)}
+
+    with pytest.raises(RuntimeError, match="too many"):
+        run_region(stage, 3)
+    assert list(given) == [[1]]
 
 
 def test_nodes_that_ran_before_do_not_run_again():

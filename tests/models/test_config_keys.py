@@ -41,7 +41,6 @@ OF_OTHERS = {
     "mup_width_multiplier": 4.0,
     "clip_qkv": 8.0,
     "qk_layernorm": True,
-    "use_qk_norm": True,
     "attention_chunk_size": 8192,
     "attn_temperature_tuning": True,
     "attention_window": 512,
@@ -151,6 +150,16 @@ def test_biases_of_attention_are_refused(family):
         read(family, settings_of(family, attention_bias=True))
 
 
+@pytest.mark.parametrize("family", EACH)
+def test_norms_of_queries_and_keys_are_those_of_the_family(family):
+    settings = settings_of(family, use_qk_norm=True)
+    if CASES[EACH[family]].qk_norm:
+        assert read(family, settings) == CASES[EACH[family]]
+        return
+    with pytest.raises(ValueError, match="use_qk_norm=True is not supported"):
+        read(family, settings)
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_5_vl"])
 @pytest.mark.parametrize("value", [True, False, None])
 def test_biases_that_a_family_always_has_need_no_key(family, value):
@@ -171,12 +180,17 @@ def test_windows_that_the_network_has_not_are_refused(family, change):
         read(family, settings_of(family, **change))
 
 
+@pytest.mark.parametrize("family", [f for f in EACH if f not in ("gemma3", "mistral", "mixtral")])
+def test_a_window_that_is_switched_off_passes(family):
+    off = {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 0}
+    assert read(family, settings_of(family, **off)) == CASES[EACH[family]]
+
+
 @pytest.mark.parametrize("family", [f for f in EACH if f not in ("gemma3", "mistral")])
 @pytest.mark.parametrize(
     "change",
     [
         {"sliding_window": None},
-        {"sliding_window": 8, "use_sliding_window": False, "max_window_layers": 0},
         {"sliding_window": 1 << 20, "use_sliding_window": True, "max_window_layers": None},
         {"sliding_window": None, "use_sliding_window": True, "max_window_layers": 0},
         {"sliding_window": 1 << 20},
@@ -186,7 +200,22 @@ def test_windows_that_limit_nothing_pass(family, change):
     assert read(family, settings_of(family, **change)) == CASES[EACH[family]]
 
 
-@pytest.mark.parametrize("family", [f for f in EACH if f != "qwen3_moe"])
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"use_sliding_window": False},
+        {"use_sliding_window": True},
+        {"use_sliding_window": True, "max_window_layers": 28},
+        {"use_sliding_window": True, "layer_types": ["full_attention"] * 3},
+    ],
+)
+def test_mixtral_has_its_window_whatever_other_keys_say(change):
+    """transformers reads sliding_window alone in this family."""
+    with pytest.raises(ValueError, match="sliding_window=8, max_window_layers=0"):
+        read("mixtral", settings_of("mixtral", sliding_window=8, **change))
+
+
+@pytest.mark.parametrize("family", [f for f in EACH if f not in ("qwen3_moe", "mixtral")])
 @pytest.mark.parametrize("kind", ["chunked_attention", "linear_attention", "mamba"])
 def test_layers_of_other_types_are_refused(family, kind):
     layers = CASES[EACH[family]].num_layers

@@ -6,6 +6,7 @@ import os
 import zipfile
 
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from support.model_files import (
     SIZES,
     assert_params,
@@ -195,6 +196,29 @@ def test_files_of_the_hubs_cache_are_what_their_names_say(tmp_path):
         with pytest.raises(ValueError, match=rf"{name} is not the file that the Hug.* {blob.name}"):
             dict(open_model(str(snapshot)).params())
         blob.write_bytes(before)
+
+
+def test_second_copies_are_not_downloaded(monkeypatch):
+    """Of a release as Mistral's: its own format, variants and folders stay on the hub."""
+    wanted = ["config.json", "tokenizer.json", "model.safetensors.index.json"]
+    wanted += ["chat_template.jinja", "model-00001-of-00002.safetensors", "model.safetensors"]
+    others = ["consolidated.safetensors", "consolidated.safetensors.index.json", "tekken.model"]
+    others += ["consolidated-00001-of-00002.safetensors", "model.fp16.safetensors"]
+    others += [
+        "model.safetensors.index.fp16.json",
+        "onnx/model.safetensors",
+        "original/params.json",
+    ]
+    found = []
+
+    def download(repo, revision, allow_patterns, ignore_patterns):
+        patterns = {"allow_patterns": allow_patterns, "ignore_patterns": ignore_patterns}
+        found.extend(filter_repo_objects([*others, *wanted], **patterns))
+        return "folder"
+
+    monkeypatch.setattr(fetch.huggingface_hub, "snapshot_download", download)
+    fetch.from_hub("mistralai/name")
+    assert found == wanted
 
 
 def test_hub_model_is_read_from_its_cache_without_network(tmp_path):

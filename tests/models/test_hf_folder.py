@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 
 import ml_dtypes
@@ -9,18 +10,24 @@ import numpy as np
 import pytest
 import safetensors.numpy
 import tokenizers
+from support import seeing_models
 from support.exported_folder import assert_bits, export_of, random_params, tensors_in
 
+from distflow_jax.config.training_config import LoraConfig
 from distflow_jax.models.decoder_config import (
     DecoderConfig,
     Llama3Scaling,
+    adapted,
     reward_head_stddev,
     scalar_model,
 )
+from distflow_jax.models.lora import is_adapter
+from distflow_jax.models.parameters import param_specs
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.models.weights.atomic_folder import check_new_folder, new_folder
 from distflow_jax.models.weights.file_hashes import write_hashes
 from distflow_jax.models.weights.hf_folder import Export, config_json, write_hf_folder
+from distflow_jax.models.weights.peft_folder import Adapters, write_peft_folder
 from distflow_jax.models.weights.safetensors_writer import parse_size, plan_shards
 from distflow_jax.models.weights.source import open_model
 
@@ -263,3 +270,37 @@ def test_sizes_are_read_as_they_are_written():
     for text in ("", "5 apples", "-1GB", "0", "0.1"):
         with pytest.raises(ValueError, match="write it as 5GB"):
             parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("case", "text", "tower"),
+    [
+        ("smolvlm", "model.text_model", "model.vision_model.encoder.layers.0.self_attn.q_proj"),
+        ("qwen2_5_vl", "model.language_model", "model.visual.blocks.0.mlp.gate_proj"),
+        ("qwen3_vl", "model.language_model", "model.visual.blocks.0.mlp.linear_fc1"),
+        ("gemma3", "model.language_model", "model.vision_tower.encoder.layers.0.self_attn.q_proj"),
+    ],
+)
+def test_adapters_beside_a_tower_have_transformers_names(tmp_path, case, text, tower):
+    """PEFT only warns of names that no module has, and gives a tower adapters if these are asked
+    for by the last word."""
+    network = adapted(seeing_models.CASES[case], LoraConfig(2, targets=("query", "gate")))
+    found = {
+        path: np.zeros(spec.shape, np.float32)
+        for path, spec in param_specs(network).items()
+        if is_adapter(path)
+    }
+    write_peft_folder(tmp_path / "out", Adapters(network, "base", lambda: iter(found.items())))
+    settings = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    modules = {
+        f"{text}.layers.{layer}.{name}"
+        for layer in range(network.num_layers)
+        for name in ("self_attn.q_proj", "mlp.gate_proj")
+    }
+    tensors = safetensors.numpy.load_file(tmp_path / "out/adapter_model.safetensors")
+    assert tensors.keys() == {
+        f"base_model.model.{module}.lora_{which}.weight" for module in modules for which in "AB"
+    }
+    # as PEFT selects modules
+    everything = {*modules, tower, f"{text}.layers.0.self_attn.k_proj"}
+    assert {m for m in everything if re.fullmatch(settings["target_modules"], m)} == modules

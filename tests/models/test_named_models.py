@@ -386,13 +386,30 @@ RELEASED = {
         {"query_scalar": 168, "sliding_window": 1024},
     ),
     "Qwen3-30B-A3B": (qwen3_moe(), {"num_experts": 8, "norm_topk": True}),
+    "Qwen3-Coder-30B-A3B": (
+        qwen3_moe(
+            max_position_embeddings=262_144,
+            qkv_bias=False,
+            rope_theta=10_000_000,
+            shared_expert_intermediate_size=0,
+            use_qk_norm=True,
+        ),
+        {"qk_norm": True, "max_position": 262_144},
+    ),
     "Qwen3-235B-A22B": (qwen3_moe(max_window_layers=94), {"experts_per_token": 2}),
     "Mixtral 8x7B": (mixtral(), {"num_experts": 8}),
     "Mixtral 8x22B": (
         mixtral(max_position_embeddings=65_536, router_jitter_noise=0.0),
         {"max_position": 65_536},
     ),
-    "SmolVLM": (smolvlm(), {"tie_embeddings": False}),
+    "SmolVLM": (
+        smolvlm(
+            architectures=["Idefics3ForConditionalGeneration"],
+            model_type="idefics3",
+            vision_config=smolvlm()["vision_config"] | {"model_type": "idefics3"},
+        ),
+        {"tie_embeddings": False, "family": "smolvlm"},
+    ),
     "SmolVLM2": (smolvlm(tie_word_embeddings=True, use_reentrant_checkpointing=False), {}),
     "Qwen2.5-VL": (QWEN2_5_VL, {"rope_sections": (2, 3, 3)}),
     "Qwen3-VL": (QWEN3_VL, {"rope_sections": (4, 2, 2), "rope_interleaved": True}),
@@ -435,7 +452,8 @@ def small(settings):
 
 def write(folder, settings):
     """The folder of a model with drawn weights, in the names of Hugging Face's files."""
-    family = FAMILIES[re.sub("gemma3_text", "gemma3", settings["model_type"])]
+    kind = settings["model_type"]
+    family = FAMILIES[{"gemma3_text": "gemma3", "idefics3": "smolvlm"}.get(kind, kind)]
     config = family.config_from_hf(settings)
     drawn = dict((drawn_text if config.vision is None else drawn_seeing)(config))
     tensors = {

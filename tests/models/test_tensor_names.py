@@ -6,6 +6,7 @@ import json
 import ml_dtypes
 import numpy as np
 import pytest
+import safetensors.numpy
 from support.rewritten import change_config, put, wider, written
 
 from distflow_jax.models.families.name_map import own_names
@@ -164,6 +165,19 @@ def test_a_tower_that_the_config_does_not_name_is_not_dropped(tmp_path):
     change_config(tmp_path, vision_config=...)
     with pytest.raises(ValueError, match="tensors without a parameter: vision_tower"):
         open_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("kept", [True, False])
+def test_a_single_file_comes_before_an_index_of_older_shards(tmp_path, kept):
+    """As in transformers: a model that was saved again, whole, in the folder of its shards."""
+    config, params = wider("mistral untied")
+    tensors = written(tmp_path, config, params)
+    put(tmp_path, {name: x + 1 for name, x in tensors.items()}, shards=2)
+    if not kept:
+        for shard in tmp_path.glob("model-*.safetensors"):
+            shard.unlink()
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert_read(tmp_path, params, config)
 
 
 def test_hugging_faces_index_comes_first(tmp_path):

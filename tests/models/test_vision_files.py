@@ -60,6 +60,29 @@ def test_the_config_that_transformers_writes_is_read(case):
     assert dataclasses.replace(config, vision=dataclasses.replace(config.vision, **same)) == own
 
 
+def test_smolvlms_epsilon_is_that_of_transformers():
+    """Llama's default where a text_config lacks it, and another where there is no text_config."""
+    own = CASES["smolvlm"]
+    settings = FAMILY_MODULES["smolvlm"].config_to_hf(own)
+    text = {key: x for key, x in settings["text_config"].items() if key != "rms_norm_eps"}
+    read = FAMILY_MODULES["smolvlm"].config_from_hf
+    assert read(settings | {"text_config": text}).norm_eps == 1e-6
+    del settings["text_config"]
+    assert read(settings).norm_eps == 1e-5
+
+
+@pytest.mark.parametrize("given", [2, 4])
+def test_numbers_of_videos_are_kept(given, tmp_path):
+    """Released files of Qwen2.5-VL have 2 tokens per second; transformers' default is 4."""
+    config, params = wider("qwen2_5_vl seeing")
+    tower = dataclasses.replace(config.vision, tokens_per_second=given)
+    config = dataclasses.replace(config, vision=tower)
+    folder = written(tmp_path / "out", config, params)
+    settings = json.loads((folder / "config.json").read_text())
+    assert settings["vision_config"]["tokens_per_second"] == given
+    assert open_model(str(folder)).config == config
+
+
 def test_gemma_without_its_tower_is_a_text_model(tmp_path):
     config, params = wider("gemma3 seeing")
     source = open_model(str(written(tmp_path / "x", config, params)), vision="none")

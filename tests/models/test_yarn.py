@@ -82,6 +82,25 @@ def test_a_file_gives_the_stretched_length_whichever_it_names():
     assert (ratio.max_position, ratio.rope_scaling) == (128, YarnScaling(2.0, 64))
 
 
+def test_attn_factor_multiplies_the_usual_scale():
+    """As vLLM and llama.cpp read the file of DeepSeek-R1-0528-Qwen3-8B; transformers ignores it."""
+    rope = {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "attn_factor": 0.8782488562869419,
+    }
+    config = read(rope)
+    assert config.rope_scaling.table_scale == pytest.approx(1.0, abs=1e-12)
+    written = qwen2.config_to_hf(config)["rope_scaling"]
+    assert written["attention_factor"] == config.rope_scaling.table_scale
+    assert "attn_factor" not in written
+    assert read(written) == config
+    assert read(rope | {"attn_factor": None}).rope_scaling == YarnScaling(4.0, 64)
+    with pytest.raises(ValueError, match="attn_factor=1.5 is not supported"):
+        read({"rope_type": "default", "attn_factor": 1.5})
+
+
 def test_the_model_cards_words_are_what_is_written():
     """Other readers know these keys alone, and older ones take the factor from the lengths."""
     settings = qwen2.config_to_hf(

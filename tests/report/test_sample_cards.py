@@ -151,6 +151,6 @@ def test_records_have_the_pictures_of_each_prompt_once():
     lines = sample_lines(Samples(prompts, uid, tokens, masks), Tokenizer.byte_level(300))
     made = [json.loads(line).get("images") for line in lines]
     assert made == [[small_uri(image.pixels)] * 4, None, None]
-    scored = [Scored(p, ["a"], ["a"], [1.0], [1], [True]) for p in prompts[1:]]
+    scored = [Scored(p, ["a"], ["a"], [1.0], [1], [True], []) for p in prompts[1:]]
     made = [json.loads(line).get("images", []) for line in evaluation_lines(scored)]
     assert list(map(len, made)) == [4, 0]

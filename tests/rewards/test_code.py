@@ -49,6 +49,12 @@ def passes(sandbox, program, truth):
         ("<think>```python\nx = 1\n```</think>\n```python\nx = 2\n```", "x = 2"),
         ("<think>```python\nx = 1\n```", ""),
         ("```python title='a.py'\ns = 'a```b'\n```", "s = 'a```b'"),
+        ("```python\nx = 1```", "x = 1"),
+        ("```python\nx = 1``` \nBetter:\n```python\nx = 2\n```", "x = 2"),
+        ("```python\nx = 1```\nIt prints:\n```text\n1```", "x = 1"),
+        ("```python\n```", ""),
+        ("```python\n\n```\nDone.", ""),
+        ("Not yet:\n```python\n```\nNow:\n```python\nx = 1\n```", "x = 1"),
         ("", ""),
     ],
 )

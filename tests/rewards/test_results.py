@@ -11,9 +11,9 @@ from distflow_jax.rewards.function_calls import result_from, score_requests
 from distflow_jax.rewards.math_answer import boxed_only, math_verify, math_verify_anchored
 from distflow_jax.rewards.math_answer import math as math_reward
 from distflow_jax.rewards.pool import RewardPool, failures
-from distflow_jax.rewards.records import RewardRequest, RewardResult, VoteRequest
+from distflow_jax.rewards.records import OF_RUN, RewardRequest, RewardResult, VoteRequest
 from distflow_jax.rewards.registry import ANSWERS, REWARDS, same_answers
-from distflow_jax.rewards.reward_function import RewardFunction, WeightedFunction
+from distflow_jax.rewards.reward_function import RewardFunction, WeightedFunction, load_reward
 from distflow_jax.stages.reward import _sums
 
 
@@ -122,6 +122,24 @@ def test_a_function_of_the_user_may_say_what_the_answer_is():
     assert result_from({"score": 1, "answer": None}).answer == ""
     assert result_from(1).answer is None and result_from({"score": 1}).answer is None
     assert result_from({"score": 1, "answer": "x", "acc": 0.5}).logged == {"acc": 0.5}
+
+
+@pytest.mark.parametrize("name", sorted(OF_RUN))
+def test_a_function_may_not_log_what_the_run_logs(name, tmp_path):
+    def batch(prompts, completions, log_metric):
+        log_metric(name, 7)
+        return [1.0 for _ in completions]
+
+    wrong = f"the reward function logs {name!r}, which the run counts: choose another name"
+    for function in (lambda solution_str: {"score": 1.0, name: 7}, batch):
+        (result,) = scored(function, "a")
+        assert wrong in result.error and result.score == -1.0
+    assert result_from({"score": 1.0, name: "none", f"{name}_of_mine": 7}).score == 1.0
+    file = tmp_path / "named.py"
+    file.write_text(f"def fine(solution_str): return 1\ndef {name}(solution_str): return 1\n")
+    assert load_reward(f"{file}:{name}", {}).kind == "row"
+    with pytest.raises(ValueError, match=f"'{name}' of reward .* has a name that the run counts"):
+        load_reward(f"{file}:fine,{name}", {})
 
 
 def test_equal_answers_vote_together():

@@ -42,14 +42,14 @@ def numbers_of(workdir, *assignments):
 STORED = run_models.as_stored
 
 
-def wide(params, *model, trained):
+def wide(params, *model, **how):
     """Float32 arrays of the same values."""
 
     def one(x):
         is_spec = isinstance(x, jax.ShapeDtypeStruct)
         return x.update(dtype=jnp.float32) if is_spec else x.astype(jnp.float32)
 
-    return jax.tree.map(one, STORED(params, *model, trained=trained))
+    return jax.tree.map(one, STORED(params, *model, **how))
 
 
 @pytest.mark.slow

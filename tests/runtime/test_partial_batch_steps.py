@@ -17,7 +17,7 @@ from distflow_jax.dag.graph import Graph, Node
 from distflow_jax.dag.plan_walker import make_runner
 from distflow_jax.dag.planner import plan
 from distflow_jax.data.step_columns import loader_columns
-from distflow_jax.layout import Layout
+from distflow_jax.layout import Layout, Parts
 from distflow_jax.parallel.mesh import MeshSizes, role_mesh
 from distflow_jax.planning.partial_batches.partial_batch_programs import PartialBatchPrograms
 from distflow_jax.planning.partial_batches.streamed_nodes import streamed_nodes, streamed_units
@@ -156,8 +156,8 @@ def test_advantages_stand_beside_their_responses():
 def test_a_mask_that_a_streaming_node_writes_is_that_of_its_partial_batches_rows():
     partial_batches = steps()
     _, metrics = run(partial_batches, [group_of(1), group_of(2)])
-    assert [int(size.tokens) for size in partial_batches._found.sizes] == [1 + 2 + 3 + 4] * 2
-    assert float(metrics["tokens"]) == 10
+    assert list(map(int, partial_batches._found.sequences)) == [SAMPLES] * 2
+    assert float(metrics["tokens"]) == 1 + 2 + 3 + 4
     masks = partial_batches._batch.samples().response_mask
     assert [int(mask.sum()) for mask in masks] == [1, 2, 3, 4] * 2
 
@@ -169,3 +169,17 @@ def test_a_node_on_the_host_that_keeps_a_state_is_refused():
     partial_batches = steps(STAGES | {"mask": counts})
     with pytest.raises(ValueError, match="node 'mask' keeps a state, .*: give it scope batch"):
         run(partial_batches, [group_of(1)])
+
+
+def test_metrics_in_parts_are_those_of_the_responses_of_all_partial_batches():
+    def merged(lengths):
+        return {"mask/api_calls": max(lengths), "mask/mean": sum(lengths) / len(lengths)}
+
+    def measured(state, fields, options):
+        parts = Parts(tuple(map(len, fields["response"])), merged)
+        return *mask(state, fields, options)[:2], {"mask": parts}
+
+    groups = [group_of(7), group_of(2, [2, 0, 0, 1])]
+    _, metrics = run(steps(STAGES | {"mask": measured}), groups)
+    lengths = [len(r) for group in groups for r in group.store.columns["response"]]
+    assert len(set(lengths)) > 1 and merged(lengths).items() <= metrics.items()

@@ -148,7 +148,7 @@ def test_the_file_of_many_processes_is_that_of_one(lines_of, count, sees, whole)
 def test_evaluations_too(lines_of, sees):
     draw = np.random.default_rng(0)
     scored = [
-        Scored(p, [ODD, "b"], [0, 1], [float("nan"), 1.0], [3, 1], [True, False])
+        Scored(p, [ODD, "b"], [0, 1], [float("nan"), 1.0], [3, 1], [True, False], [])
         for p in prompts_of(draw, 70, sees=sees)
     ]
     (one,) = lines_of([scored], evaluation_lines)

@@ -62,6 +62,7 @@ CASES = {
             patch_size=14,
             window=4,
             full_layers=(1,),
+            tokens_per_second=4,
         ),
     ),
     "qwen3_vl": DecoderConfig(

@@ -56,7 +56,9 @@ _KINDS = {
 }
 _ROPE_KINDS = {
     **dict.fromkeys(("rope_type", "type"), TEXT),
-    **dict.fromkeys(("factor", "rope_theta", "attention_factor"), POSITIVE.or_null()),
+    **dict.fromkeys(
+        ("factor", "rope_theta", "attention_factor", "attn_factor"), POSITIVE.or_null()
+    ),
     **dict.fromkeys(("low_freq_factor", "high_freq_factor"), POSITIVE),
     **dict.fromkeys(("beta_fast", "beta_slow", "mscale", "mscale_all_dim"), NUMBER.or_null()),
     "original_max_position_embeddings": COUNT.or_null(),
@@ -70,7 +72,7 @@ _ROPE_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor", "attention_factor", "beta_fast", "beta_slow", "truncate")
-    + ("mscale", "mscale_all_dim"),
+    + ("mscale", "mscale_all_dim", "attn_factor"),
 }
 _EVERY_ROPE = ("rope_type", "type", "rope_theta", "original_max_position_embeddings", "finetuned")
 # words in names of keys that change what a network computes, in any of transformers' families
@@ -149,6 +151,7 @@ def decoder_from_hf(
         _refuse_sliding_windows(family, raw)
     fixed = {key: switches.get(key) for key in _SWITCHES}
     fixed |= {"hidden_act": activation, "hidden_activation": activation}
+    fixed["use_qk_norm"] = fixed["qk_norm"]  # Qwen3-Coder's files have it; transformers does not
     refuse_others(family, raw, {*_COMMON, *read}, fixed)
     sizes = _SIZES | {"mlp_size": mlp_size}
     missing = [key for key in sizes.values() if key not in raw]
@@ -299,6 +302,8 @@ def _yarn_from_hf(rope: Mapping[str, Any], positions: int) -> YarnScaling:
     if attention is None and all(weights):
         over, under = (yarn_table_scale(factor, weight) for weight in weights)
         attention = over / under
+    if extra := rope.get("attn_factor"):  # multiplies the tables, as in vLLM and llama.cpp
+        attention = extra * (attention or yarn_table_scale(factor))
     return YarnScaling(
         float(factor),
         int(original),

@@ -29,9 +29,12 @@ _DEFAULTS = {"rope_theta": 1e6, "rms_norm_eps": 1e-5}
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
+    # transformers applies a window, if there is one, in all layers of this family
+    windows = {"max_window_layers": 0, "layer_types": None}
+    windows["use_sliding_window"] = bool(raw.get("sliding_window"))
     return decoder_from_hf(
         "mixtral",
-        _DEFAULTS | dict(raw),
+        {**_DEFAULTS, **raw, **windows},
         read=EXPERTS,
         max_position=131_072,
         **experts_from_hf(raw),

@@ -17,20 +17,20 @@ from distflow_jax.models.families.tower_tensors import linear_projector, renamed
 SWITCHES: Mapping[str, bool] = {}  # fields of DecoderConfig that are on in this family
 # names of a model that was saved without its head, and those of hf_weights
 NAMES = {r"(?=(text_model|vision_model|connector)\.)": "model."}
-# transformers' defaults of keys that a file's text_config lacks
+# transformers' defaults of keys that a file's text_config lacks; without one, the epsilon is 1e-5
 _DEFAULTS = {
     "vocab_size": 32_000,
     "hidden_size": 4096,
     "intermediate_size": 11_008,
     "num_hidden_layers": 32,
     "num_attention_heads": 32,
-    "rms_norm_eps": 1e-5,
 }
 
 
 def config_from_hf(raw: Mapping[str, Any]) -> DecoderConfig:
     """Config of a Hugging Face `config.json`; ValueError for features that are not supported."""
-    text = text_from_hf(raw, _DEFAULTS)
+    whole = {"rms_norm_eps": 1e-5} if raw.get("text_config") is None else {}
+    text = text_from_hf(raw, _DEFAULTS | whole)
     if text.get("model_type", "llama") != "llama":
         raise ValueError(f"smolvlm with text model {text['model_type']!r} is not supported")
     vision = vision_from_hf("smolvlm", raw, text["hidden_size"])

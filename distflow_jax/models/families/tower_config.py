@@ -45,7 +45,7 @@ _QWEN_KEYS = {
 _KEYS: Mapping[str, Mapping[str, str]] = {
     "smolvlm": _SIGLIP_KEYS,
     "gemma3": _SIGLIP_KEYS,
-    "qwen2_5_vl": _QWEN_KEYS,
+    "qwen2_5_vl": _QWEN_KEYS | {"tokens_per_second": "tokens_per_second"},
     "qwen3_vl": _QWEN_KEYS,
 }
 # transformers' defaults of keys that a file lacks
@@ -79,6 +79,7 @@ DEFAULTS: Mapping[str, Mapping[str, Any]] = {
         "temporal_patch_size": 2,
         "window_size": 112,
         "fullatt_block_indexes": (7, 15, 23, 31),
+        "tokens_per_second": 4,
         "hidden_act": "silu",
     },
     "qwen3_vl": {
@@ -108,7 +109,7 @@ _KINDS = {
     ),
     **dict.fromkeys(("temporal_patch_size", "window_size", "out_hidden_size"), COUNT),
     **dict.fromkeys(("num_hidden_layers", "depth"), integer_up_to(MOST_LAYERS)),
-    "num_position_embeddings": COUNT,
+    **dict.fromkeys(("num_position_embeddings", "tokens_per_second"), COUNT),
     "layer_norm_eps": POSITIVE,
     "hidden_act": TEXT,
     **dict.fromkeys(("fullatt_block_indexes", "deepstack_visual_indexes"), INTEGERS),

@@ -92,6 +92,8 @@ class VisionConfig(Section, name="vision "):
     deepstack: tuple[int, ...] = ()  # layers after which features for the text model's first layers
     norm_eps: float = setting(1e-6, POSITIVE)
     rope_theta: float = setting(10_000.0, POSITIVE)
+    # of videos, which are not read; not shown, since fingerprints are made of what is
+    tokens_per_second: int = dataclasses.field(default=2, repr=False)
     frozen: bool = False  # no parameter of the tower is trained: training.freeze=vision
     alone: bool = False  # no parameter of the text model is trained: training.freeze=language
     # what an image is before it is cut

@@ -45,7 +45,8 @@ def new_folder(out: Path) -> Iterator[Path]:
     """Yields an empty folder beside `out`, which is renamed to `out` at the end of the block.
 
     An existing folder is deleted after that. An error in the block leaves nothing behind. A killed
-    process leaves `.NAME.partial-...`, but never an incomplete `out`.
+    process leaves `.NAME.partial-...`, but never an incomplete `out`; between the two renames of an
+    overwrite it leaves no `out`, and what was there as `.NAME.old-...`.
     """
     out = _absolute(out)
     out.parent.mkdir(parents=True, exist_ok=True)

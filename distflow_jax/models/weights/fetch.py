@@ -26,6 +26,8 @@ from distflow_jax.models.weights.file_hashes import sha256_of, write_hashes
 from distflow_jax.models.weights.gguf_file import MAGIC
 
 _HUB_FILES = ("*.json", "*.safetensors", "*.jinja")
+# second copies in other formats or under other names, which are never read
+_HUB_IGNORED = ("*/*", "consolidated*", "*.fp16*")
 _HUB_SHAPES = ("config.json", "tokenizer.json", "tokenizer_config.json", "*.jinja")
 _HUB_SPEC = re.compile(r"(?P<repo>[\w.-]+/[\w.-]+)(@(?P<revision>[\w./-]+))?")
 _WHEEL_SPEC = re.compile(
@@ -51,7 +53,7 @@ def from_hub(spec: str, *, weights: bool = True) -> Path:
             match["repo"],
             revision=match["revision"],
             allow_patterns=_HUB_FILES if weights else _HUB_SHAPES,
-            ignore_patterns="*/*",  # second copies in other formats
+            ignore_patterns=_HUB_IGNORED,
         )
     except huggingface_hub.errors.GatedRepoError as error:
         raise ValueError(

@@ -8,6 +8,7 @@ W x + (lora_alpha / r) B A x. `peft.PeftModel.from_pretrained(base, folder)` rea
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ from distflow_jax.models.weights.source import FAMILIES
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX = "base_model.model."  # of PEFT's wrapper, before the name of the layer in transformers
 _ONE_FILE = 1 << 62  # bytes; PEFT reads one file
+# the text model inside a model that sees, as transformers names its module since 4.52; released
+# files have older names, which PEFT does not convert in all families
+_TEXT_MODULES = {"smolvlm": "model.text_model."}
+_TEXT_MODULES |= dict.fromkeys(("qwen2_5_vl", "qwen3_vl", "gemma3"), "model.language_model.")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +68,7 @@ def write_peft_folder(
         for weight in weights.values()
         for layer in range(network.num_layers)
         for name, shape in zip(
-            _names(weight, layer), _shapes(weight, network.lora.rank), strict=True
+            _names(network, weight, layer), _shapes(weight, network.lora.rank), strict=True
         )
     }
     needed = sum(num_bytes(shape, dtype) for shape in shapes.values())
@@ -74,7 +79,7 @@ def write_peft_folder(
                 which = (lora.A, lora.B).index(path[-len(lora.A) :])
                 weight = weights[path[: -len(lora.A)]]
                 for layer, matrix in enumerate(_matrices(array, which)):
-                    writer.write(_names(weight, layer)[which], matrix)
+                    writer.write(_names(network, weight, layer)[which], matrix)
         # the writer names a single file as a model's
         (written,) = folder.glob("*.safetensors")
         written.rename(folder / WEIGHTS_FILE)
@@ -92,8 +97,14 @@ def _targets(network: DecoderConfig, config: LoraConfig) -> dict[str, Weight]:
     return {weight.path: weight for weight in weights if weight.path in paths}
 
 
-def _names(weight: Weight, layer: int) -> tuple[str, str]:
-    module = weight.source.format(layer=layer).removesuffix(".weight")
+def _text_module(network: DecoderConfig) -> str:
+    """Start of the names of transformers' modules in the text model."""
+    return "model." if network.vision is None else _TEXT_MODULES.get(network.family, "model.")
+
+
+def _names(network: DecoderConfig, weight: Weight, layer: int) -> tuple[str, str]:
+    name = weight.source.format(layer=layer).removesuffix(".weight")
+    module = _text_module(network) + name[name.index("layers.") :]
     return tuple(f"{_PREFIX}{module}.lora_{which}.weight" for which in "AB")
 
 
@@ -115,15 +126,18 @@ def _matrices(array: np.ndarray, which: int) -> np.ndarray:
 
 
 def _config(adapters: Adapters, weights: dict[str, Weight]) -> dict[str, Any]:
-    config = adapters.network.lora
-    modules = [w.source.removesuffix(".weight").rpartition(".")[-1] for w in weights.values()]
+    config, text = adapters.network.lora, _text_module(adapters.network)
+    names = (w.source.removesuffix(".weight").rpartition(".")[-1] for w in weights.values())
+    modules: list[str] | str = sorted(names)
+    if text != "model.":  # a list of last names would select those of the tower, too
+        modules = rf".*{re.escape(text)}.*\.({'|'.join(modules)})"
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": adapters.base,
         "r": config.rank,
         "lora_alpha": config.alpha,
-        "target_modules": sorted(modules),
+        "target_modules": modules,
         "lora_dropout": 0.0,
         "bias": "none",
         "fan_in_fan_out": False,

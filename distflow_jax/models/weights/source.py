@@ -76,6 +76,7 @@ _SEEING: dict[str, ModuleType] = {
 FAMILIES = _DENSE | _MIXTURES | _SEEING
 # the module of each `model_type` of Hugging Face
 _HF_FAMILIES = FAMILIES | dict.fromkeys(gemma3.HF_TYPES, gemma3)
+_HF_FAMILIES |= {"idefics3": smolvlm}  # of SmolVLM's first releases; the same network
 # the family of each `general.architecture` of GGUF; Mistral's files have the architecture llama
 _GGUF_FAMILIES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3moe": "qwen3_moe"}
 SOURCES = ("hf", "pypi", "random")
@@ -443,6 +444,10 @@ def _open_files(spec: str, path: Path) -> ModelSource:
             f"{spec}: {path} has PEFT's adapters, which would not be applied: merge them into "
             "their model (peft: merge_and_unload), or remove adapter_config.json"
         )
+    # as transformers: an index beside this file is left of older shards
+    whole = path / "model.safetensors"
+    if whole.is_file() and is_safetensors(whole):
+        return _open_hf_folder(spec, path, open_safetensors(whole))
     # Hugging Face's index first: Mistral's releases have another beside it
     files = sorted(entry for entry in path.iterdir() if entry.is_file())
     for file in sorted(files, key=lambda file: file.name != "model.safetensors.index.json"):
@@ -450,8 +455,6 @@ def _open_files(spec: str, path: Path) -> ModelSource:
             return _open_hf_folder(spec, path, open_sharded(file, index))
     gguf = [file for file in files if _starts_with_magic(file)]
     tensors = [file for file in files if file not in gguf and is_safetensors(file)]
-    # Hugging Face's name has priority over second copies, such as consolidated.safetensors
-    tensors = [file for file in tensors if file.name == "model.safetensors"] or tensors
     if len(tensors) == 1:
         return _open_hf_folder(spec, path, open_safetensors(tensors[0]))
     if not tensors and len(gguf) == 1:

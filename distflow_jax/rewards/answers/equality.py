@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
 
+from distflow_jax.rewards.answers.answer_units import contradict, unit_of
 from distflow_jax.rewards.answers.final_answer import final_answer, last_box
 from distflow_jax.rewards.answers.normal_form import in_symbols, normal_form, plain_text
-from distflow_jax.rewards.answers.units import contradict, unit_of
 
 _DIGITS = 60  # of constants that are compared; irrational ones are equal if all but 10 are
 _ROUNDING = 10.0 ** (10 - _DIGITS)

@@ -4,7 +4,10 @@ import re
 
 from distflow_jax.rewards.answers.final_answer import after_thought
 
-_BLOCK = re.compile(r"```[ \t]*([\w+#.-]*)[^\n`]*\n(.*?)(?:\n[ \t]*```|\Z)", re.DOTALL)
+# a fence that closes begins or ends a line, so that ``` within code does not
+_BLOCK = re.compile(
+    r"```[ \t]*([\w+#.-]*)[^\n`]*(?=\n)(.*?)(?:\n[ \t]*```|```[ \t]*(?=\n|\Z)|\Z)", re.DOTALL
+)
 _PYTHON = frozenset({"python", "python3", "py"})
 _BEGUN = re.compile(r"```(?:python3?|py)\n[^`]*\Z")
 

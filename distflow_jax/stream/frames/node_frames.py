@@ -56,7 +56,7 @@ def task_frame(key: Key, unit: Unit, values: Sequence[Any]) -> Frame:
         columns.append({"kind": kind, "count": len(value)})
     facts: dict[str, Any] = {"task": list(key), "columns": columns}
     for prompt in prompts:
-        own = {"images": sent.add(0, prompt)} if is_users(unit) else {}
+        own = {"images": sent.add(0, prompt)} if unit.is_users else {}
         facts |= {"prompt": {**prompt_facts(prompt), **own}, "images": sent.facts}
         arrays |= {tokens_name(0): np.asarray(prompt.tokens, np.int32), **sent.arrays}
     return Frame(facts, arrays)
@@ -88,7 +88,7 @@ def result_frame(key: Key, unit: Unit, written: Sequence[Any], measured: Metrics
     for name, value in measured.items():
         if not isinstance(value, Parts):
             numbers[name] = np.asarray(value).item()
-        elif is_users(unit):
+        elif unit.is_users:
             raise ValueError(
                 f"node {unit.name!r} measures {name!r} in parts, and a worker sends numbers: let "
                 "the function return a float, or leave the node to the trainers"
@@ -148,7 +148,7 @@ def _shapes(
     numbers per response or per token."""
     edges = [edge for task in unit.tasks for edge in task.edges_out]
     fixed = {edge.field for edge in edges if edge.target_layout.kind == "mesh"} | OF_RESPONSE
-    ours = {edge.field for one in readers if not is_users(one) for edge in one.inputs}
+    ours = {edge.field for one in readers if not one.is_users for edge in one.inputs}
     fixed |= ours - {*ROWS_COLUMNS, VERSION}
     per_token = set().union(*(per_token_fields(task.node) for task in unit.tasks))
     return {
@@ -156,11 +156,6 @@ def _shapes(
         for _, field in unit.outputs
         if field in fixed
     }
-
-
-def is_users(unit: Unit) -> bool:
-    """Whether a node has a function of the user."""
-    return any(":" in (task.node.fn or "") for task in unit.tasks)
 
 
 def _sent(value: Any, what: str) -> tuple[str, np.ndarray]:

@@ -1,8 +1,8 @@
-"""Units behind a number: whether those of two answers contradict each other.
+"""Units after a number: whether the units of two answers contradict each other.
 
-Units of the table below are the same by any of their names, and other ones if a word of both has
-the same initial: "ways" and "different ways". An exponent, or a denominator, counts if both have
-one.
+A unit of the table is the same under each of its names. Two units of which one is not in the table
+are taken to be the same if words of both begin with the same letter: "ways", "different ways".
+Exponents and denominators are compared if both units have one.
 """
 
 import re
@@ -26,24 +26,25 @@ _RATES = {"mph": "mile/hour", "kph": "kilometer/hour", "kmh": "kilometer/hour"}
 _POWERS = {"square": 2, "squared": 2, "sq": 2, "cubic": 3, "cubed": 3, "cu": 3}
 _EXPONENT = r"(?:\^\{?(\d)\}?)?"
 _UNIT = re.compile(
-    rf"[\d}}] ?\\(?:text|mathrm) ?\{{ ?(?!and\b|or\b)([A-Za-z][^{{}}^\d]*){_EXPONENT}[ .]*\}}{_EXPONENT}"
+    r"[\d}] ?\\(?:text|mathrm) ?\{ ?(?!and\b|or\b)([A-Za-z][^{}^\d]*)"
+    rf"{_EXPONENT}[ .]*\}}{_EXPONENT}"
     rf"|\d (?!and\b|or\b)([A-Za-z][A-Za-z./ ]*){_EXPONENT}$"
 )
 _DOLLARS = re.compile(r"\s*-?\s*\\\$\s?-?[\d.]")
 
 
-class Unit(NamedTuple):
+class AnswerUnit(NamedTuple):
     """A unit as it is written."""
 
-    words: tuple[str, ...]  # without those of a power or behind "per"; names of the table by it
-    power: int | None
-    below: str  # behind "per" or a slash; "": nothing
+    words: tuple[str, ...]  # in lower case, by the names of the table; without those of the power
+    power: int | None  # 2 for square feet and cm^2; None if it is not written
+    below: str  # the denominator, after "per" or a slash; "" without one
 
 
-def unit_of(written: str, normal: str) -> Unit | None:
+def unit_of(written: str, normal: str) -> AnswerUnit | None:
     """The unit of an answer, as it is written and in its normal form; None without one."""
     if _DOLLARS.match(written):
-        return Unit(("dollar",), None, "")
+        return AnswerUnit(("dollar",), None, "")
     found = _UNIT.search(normal)
     if found is None:
         return None
@@ -54,10 +55,10 @@ def unit_of(written: str, normal: str) -> Unit | None:
     powers += [int(digit) for digit in (found[2], found[3], found[5]) if digit]
     rest = tuple(_ALIASES.get(word, word) for word in words if word not in _POWERS)
     below = below.strip()
-    return Unit(rest, powers[0] if powers else None, _ALIASES.get(below, below))
+    return AnswerUnit(rest, powers[0] if powers else None, _ALIASES.get(below, below))
 
 
-def contradict(one: Unit | None, other: Unit | None) -> bool:
+def contradict(one: AnswerUnit | None, other: AnswerUnit | None) -> bool:
     """Whether two units are different ones; an answer without a unit contradicts none."""
     if one is None or other is None:
         return False
@@ -65,7 +66,9 @@ def contradict(one: Unit | None, other: Unit | None) -> bool:
         return True
     if one.below and other.below and one.below != other.below:
         return True
-    named = [unit.words[0] if unit.words and unit.words[0] in _NAMES else "" for unit in (one, other)]
+    named = [
+        unit.words[0] if unit.words and unit.words[0] in _NAMES else "" for unit in (one, other)
+    ]
     if all(named):
         return named[0] != named[1]
     initials = [{word[0] for word in unit.words} for unit in (one, other)]
