@@ -174,7 +174,7 @@ def z_score(scores, added):
     return (scores - scores.mean()) / (scores.std(ddof=1) + added)
 
 
-@of("`grpo`: added to the deviation")
+@of("`grpo`: added to the standard deviation")
 def deviation(row):
     scores = np.float32([0, 2e-4, 1e-4, 0])
     got, _ = advantages("grpo", scores)
@@ -187,7 +187,7 @@ def deviation(row):
         assert share < 0.92
 
 
-@of("`grpo`: equal scores of a group")
+@of("`grpo`: equal scores in a group")
 def equal_scores(row):
     scores = np.full(12, 0.7, np.float32)
     np.testing.assert_array_equal(advantages("grpo", scores)[0], 0)
@@ -237,7 +237,7 @@ def far_from_0(row):
     assert (row.verl, row.areal, row.here) == ("float32", "float64", "float32, of {0, 1}")
 
 
-@of("`gae`: value after a response that was cut")
+@of("`gae`: value after a truncated response")
 def value_after_the_end(row):
     """Returns of lambda 1 are the rewards to come and, of AReaL, the value after them."""
     _, returns = advantages("gae", [1.0, 0.0], gamma=1.0, lam=1.0)
@@ -463,7 +463,7 @@ def after_a_rejection(row):
     assert kept / 3 == -2  # verl
 
 
-@of("what a rejection keeps has the weight")
+@of("weight of the tokens that a rejection keeps")
 def weight_after_a_rejection(row):
     assert one(row.verl) == one(row.here) == 1 and row.trl == row.areal == "rho"
     log_rho, a = REJECTED.values()
@@ -561,7 +561,7 @@ def bounds_of_log_rho(row):
     assert np.exp(25.0) / got[0] > 148  # of TRL and AReaL
 
 
-@of("weight of a sequence: rho's")
+@of("weight of a sequence: computed from its rhos as")
 def weight_of_a_sequence(row):
     log_rho = np.log([1.1, 1.2, 1.3])
     assert row.verl == row.trl == row.here == "product" and row.areal == "geometric mean"
@@ -621,7 +621,7 @@ def length_of_ipo(row):
     assert (means[0] - means[1] - 5) ** 2 == 20.25 != float(loss)
 
 
-@of("`orpo`: likelihood is of, and a mean over")
+@of("`orpo`: likelihood of; mean over")
 def likelihood_of_orpo(row):
     """The share of the likelihood in a loss of two pairs; prompts are a token of log-prob -4."""
     assert (row.trl, row.here) == ("prompts and responses, tokens", "responses, pairs")

@@ -149,6 +149,7 @@ def test_a_node_may_write_returns():
             role="ACTOR",
             type="COMPUTE",
             fn=None,
+            is_users=False,
             options={},
             reads=reads,
             writes=dict.fromkeys(writes),

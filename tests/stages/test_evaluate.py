@@ -6,6 +6,7 @@ import threading
 import types
 
 import pytest
+from support.waiting import HANG
 
 from distflow_jax.config.data_config import RewardConfig
 from distflow_jax.rewards.pool import RewardPool
@@ -101,7 +102,7 @@ def test_a_judge_that_is_down_is_no_accuracy_of_0():
 
 def test_all_processes_raise_where_the_rewards_of_one_failed(monkeypatch, pool):
     class Threads:  # in place of processes
-        all_met, given = threading.Barrier(2, timeout=30), {}
+        all_met, given = threading.Barrier(2, timeout=HANG), {}
 
         def all_gather_json(self, value):
             self.given[threading.get_ident()] = value

@@ -116,6 +116,7 @@ def test_a_node_must_name_the_fields_of_its_stage(role, kind):
             role=role,
             type=kind,
             fn=None,
+            is_users=False,
             options={},
             reads={x: x for x in reads},
             writes={x: x for x in writes},
