@@ -36,7 +36,7 @@ TOKENS_OF_AGE = "tokens_of_age"  # share of the tokens, of `.../rollout_corr/tok
 # largest weight of a token, of objectives whose corrections and rejections weigh them
 KEPT_WEIGHT = "rollout_corr/kept_weight_max"
 # names by which the loop finds numbers of its own nodes among a step's metrics
-OF_LOOP = re.compile(rf"^training/|rollout_corr/|kto/|{OF_GROUP}$")
+OF_LOOP = re.compile(rf"^training/|rollout_corr/|kto/|({OF_GROUP}|{WEIGHT})$")
 
 Submesh = tuple[int, int]  # first and last + 1 of a host's devices
 # axes of a training mesh, the outermost first, and the least size that a config may set

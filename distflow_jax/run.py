@@ -59,7 +59,7 @@ from distflow_jax.runtime.settled_implementations import settle_implementations
 from distflow_jax.runtime.step_actions import OpenRun
 from distflow_jax.runtime.step_times import StepTimes
 from distflow_jax.runtime.steps import make_steps
-from distflow_jax.stream.links.buffer_addresses import forget_end
+from distflow_jax.stream.links.buffer_addresses import forget_end, mark_end
 from distflow_jax.watchdog.controller import Watchdog
 from distflow_jax.watchdog.exit_codes import EXIT_DONE
 from distflow_jax.watchdog.supervision import StopSignal, stop_on_signals, watched
@@ -121,6 +121,8 @@ def train_here(
         if done >= config.training.steps:
             terminal.print(f"{folder} is finished: step {done} of {config.training.steps}.")
             terminal.print("Choose another --workdir, or raise training.steps to go on")
+            if processes.process_index() == 0:
+                mark_end(folder)
             return EXIT_DONE
         if processes.process_index() == 0:
             forget_end(folder)

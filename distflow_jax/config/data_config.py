@@ -85,7 +85,8 @@ class RewardConfig(Section, name="reward"):
     num_workers: int = setting(-1, at_least(-1))
     # score of a response whose call raises, hangs or crashes; with code, it is not scored
     on_error: float = 0.0
-    # maximum share of failed responses in a step or an evaluation; above it, the run exits
+    # maximum share of failed responses in a step, above which the run exits, or in an evaluation,
+    # above which it has no scores
     max_error_rate: float = setting(0.1, between(0, 1))
     # number of tokens before the length limit over which DAPO's length penalty increases; below 1:
     # a share of the limit; 0: no penalty

@@ -88,6 +88,26 @@ def _cancel(job: Scoring) -> None:
         future.cancel()
 
 
+class FailedRewards(RuntimeError):
+    """More rewards failed than reward.max_error_rate, or the function scored none."""
+
+    metrics: Mapping[str, int] = {}  # numbers of an evaluation's failures
+
+
+def _check(total: Mapping[str, int], first: str, config: RewardConfig) -> None:
+    scored, failed = total["scored"], total["failed"]
+    if failed > config.max_error_rate * scored:
+        raise FailedRewards(
+            f"{failed} of {scored} rewards failed ({total['timeouts']} by timeout), more than "
+            f"reward.max_error_rate {config.max_error_rate}; the first: {first}"
+        )
+    if scored and total["not_scored"] == scored:
+        raise FailedRewards(
+            f"the reward function {config.function!r} scored none of {scored} responses: it "
+            "returned None for each"
+        )
+
+
 class RewardPool:
     """Owns the worker processes of one reward function.
 
@@ -206,24 +226,15 @@ class RewardPool:
     def check_error_rate(self, parts: Sequence[Mapping[str, Any]]) -> dict[str, int]:
         """Counts of a step: `reward/errors` (exceptions and crashes), `reward/timeouts` and others.
 
-        `parts`: `failures` of all its rewards. Raises RuntimeError, with the first traceback, if
+        `parts`: `failures` of all its rewards. Raises FailedRewards, with the first traceback, if
         too many failed, or if the function scored none.
         """
         total = collections.Counter()
         for part in parts:
             total.update({name: count for name, count in part.items() if name != "first"})
         scored, failed, timeouts = total["scored"], total["failed"], total["timeouts"]
-        if failed > self._config.max_error_rate * scored:
-            first = next(part["first"] for part in parts if part["failed"])
-            raise RuntimeError(
-                f"{failed} of {scored} rewards failed ({timeouts} by timeout), more than "
-                f"reward.max_error_rate {self._config.max_error_rate}; the first: {first}"
-            )
-        if scored and total["not_scored"] == scored:
-            raise RuntimeError(
-                f"the reward function {self._config.function!r} scored none of {scored} responses: "
-                "it returned None for each"
-            )
+        first = next((part["first"] for part in parts if part["failed"]), "")
+        _check(total, first, self._config)
         no_answer = total["no_answer"]
         if no_answer > scored / 2 and not self._looked:
             log.warning(

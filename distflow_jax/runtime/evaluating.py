@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Sequence
 from typing import Protocol
 
 from distflow_jax.cluster import processes
@@ -9,12 +10,13 @@ from distflow_jax.layout import Metrics
 from distflow_jax.observe.phases import Phases
 from distflow_jax.planning.plan_run import PreparedRun
 from distflow_jax.planning.step_schedule import StepSchedule
+from distflow_jax.rewards.pool import FailedRewards
 from distflow_jax.runtime.build import Runtime
 from distflow_jax.runtime.recorder import Recorder
 from distflow_jax.runtime.run_sampler import evaluate_sampler
 from distflow_jax.runtime.run_state import RunState
 from distflow_jax.runtime.sample_source import SampleSource
-from distflow_jax.stages.evaluate import validation_metrics
+from distflow_jax.stages.evaluate import Scored, validation_metrics
 from distflow_jax.stream.ahead import Ahead
 
 log = logging.getLogger("distflow_jax")
@@ -66,8 +68,7 @@ class EvaluateNow:
         with self._recorder.timed("evaluation", step):
             with self._phases.span("testing"), self._source.free_sampler():
                 scored = evaluate_sampler(self._prepared, self._runtime, self._state)
-                samples = self._prepared.config.eval.num_samples
-                metrics = validation_metrics(scored, samples, self._prepared.rewards)
+                metrics = _metrics_of(self._prepared, step, scored)
             self._recorder.evaluation(step, scored)
         return metrics
 
@@ -99,10 +100,10 @@ class EvaluateAhead:
 
         Of those that are not there all processes leave out the first one and all after it.
         """
-        source, samples = self._source, self._prepared.config.eval.num_samples
+        source = self._source
         with self._phases.span("testing"):
             for found in source.evaluated(up_to, end=end):
-                metrics = validation_metrics(found.scored, samples, self._prepared.rewards)
+                metrics = _metrics_of(self._prepared, found.version, found.scored)
                 self._recorder.late_evaluation(found, metrics)
         late = source.not_evaluated(up_to)
         source.saver.recorded(min(late, default=up_to + 1) - 1)
@@ -112,3 +113,14 @@ class EvaluateAhead:
                 "from an earlier checkpoint does, and distflow evaluate, if a checkpoint has them",
                 ", ".join(map(str, late)),
             )
+
+
+def _metrics_of(prepared: PreparedRun, step: int, scored: Sequence[Scored]) -> Metrics:
+    """Metrics of an evaluation, or of one that failed the numbers of its failures: it ends no run,
+    whose training may be sound. Collective."""
+    try:
+        return validation_metrics(scored, prepared.config.eval.num_samples, prepared.rewards)
+    except FailedRewards as error:
+        if processes.process_index() == 0:
+            log.warning("the evaluation after step %d has no scores: %s", step, error)
+        return dict(error.metrics)

@@ -16,7 +16,7 @@ from distflow_jax.environments.registry import Environments
 from distflow_jax.environments.sample_episodes import sample_episodes
 from distflow_jax.models.tokenizer import Tokenizer
 from distflow_jax.rewards.answers.final_answer import final_answer
-from distflow_jax.rewards.pool import RewardPool, failures
+from distflow_jax.rewards.pool import FailedRewards, RewardPool, failures
 from distflow_jax.rewards.prompt_requests import request_for
 from distflow_jax.rewards.records import RewardResult
 from distflow_jax.rewards.registry import REWARDS, same_answers
@@ -139,7 +139,7 @@ def validation_metrics(
 
     val-core/{data_source}/reward/{mean@N, best@N/mean, maj@N/mean}, the number of prompts, the
     standard error of mean@N over the prompts, and the numbers of rewards that failed. Responses
-    without a score are left out. Raises RuntimeError on all processes alike, as the `pool` that
+    without a score are left out. Raises FailedRewards on all processes alike, as the `pool` that
     made the rewards does for those of a step: if too many failed, or none is a score.
     """
     n = num_samples
@@ -185,10 +185,15 @@ def _failed_rewards(scored: Sequence[Scored], pool: RewardPool) -> dict[str, dic
         results[s.prompt.data_source] += s.rewards
     counts = {name: failures(given) for name, given in results.items()}
     counted = [one for theirs in processes.all_gather_json(counts) for one in theirs.items()]
-    pool.check_error_rate([part for _, part in counted])
     errors, timeouts = collections.Counter(), collections.Counter()
     for name, part in counted:
         errors[name] += part["failed"] - part["timeouts"]
         timeouts[name] += part["timeouts"]
     of = "val-aux/{}/reward/{}".format
-    return {n: {of(n, "errors"): errors[n], of(n, "timeouts"): timeouts[n]} for n in errors}
+    found = {n: {of(n, "errors"): errors[n], of(n, "timeouts"): timeouts[n]} for n in errors}
+    try:
+        pool.check_error_rate([part for _, part in counted])
+    except FailedRewards as error:
+        error.metrics = {name: count for each in found.values() for name, count in each.items()}
+        raise
+    return found

@@ -5,9 +5,12 @@ Nightly: with weight updates at the step boundary evaluations, rounds of a regio
 no bit, whatever is late.
 """
 
+import json
 import os
+import pathlib
 
 import pytest
+from support import late_rewards
 from support.delayed_train import REWARD
 from support.programs import train_late
 from support.run_folders import json_lines, lasting
@@ -64,6 +67,28 @@ def test_an_evaluation_that_was_not_written_is_made_when_the_run_goes_on(tmp_pat
     train(folder, staleness, "training.steps=5", "eval.every=5")
     assert sorted(evaluated(folder)) == [0, 2, 4, 5]
     assert {step: evaluated(folder)[step] for step in after} == after
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_an_evaluation_that_fails_ends_no_run(tmp_path, caplog, staleness):
+    """It has no scores, but the numbers of its failures; each step and the end are saved."""
+    rows = [{"prompt": f"{i}?", "ground_truth": "1", "data_source": "judged"} for i in range(8)]
+    problems = tmp_path / "judged.jsonl"
+    problems.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judge = f"reward.function={pathlib.Path(late_rewards.__file__)}:judges_training"
+    flags = [f"stream.max_staleness={staleness}", f"eval.dataset={problems}", judge]
+    flags += ["reward.kwargs={}"]
+    if not staleness:
+        flags += ["mesh.roles={}", "mesh.devices=", "stream.weight_update=in_flight"]
+    train(tmp_path / "run", *flags)
+    found = evaluated(tmp_path / "run")
+    assert sorted(found) == [0, 2, 4]
+    responses = 8 * tiny_config(*SMALL, *flags).eval.num_samples
+    counts = {"val-aux/judged/reward/errors": responses, "val-aux/judged/reward/timeouts": 0}
+    assert all(metrics == counts for metrics, _ in found.values())
+    assert "the evaluation after step 4 has no scores" in caplog.text
+    assert (tmp_path / "run" / "checkpoints" / "4").is_dir()
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ import pytest
 from support.waiting import HANG
 
 from distflow_jax.config.data_config import RewardConfig
-from distflow_jax.rewards.pool import RewardPool
+from distflow_jax.rewards.pool import FailedRewards, RewardPool
 from distflow_jax.rewards.records import RewardResult
 from distflow_jax.stages import evaluate
 from distflow_jax.stages.evaluate import Evaluation, Scored, validation_metrics, vote
@@ -96,8 +96,9 @@ def test_a_judge_that_is_down_is_no_accuracy_of_0():
         tokenizer = types.SimpleNamespace(decode=lambda tokens: "text")
         sampling = types.SimpleNamespace(num_samples=1)
         scored = Evaluation(None, tokenizer, pool, prompts, sampling, slice(0, 4)).score(episodes)
-        with pytest.raises(RuntimeError, match="4 of 4 rewards failed .*: ConnectionError"):
+        with pytest.raises(FailedRewards, match="4 of 4 rewards failed .*: ConnectionError") as end:
             validation_metrics(scored, 1, pool)
+    assert end.value.metrics == {"val-aux/a/reward/errors": 4, "val-aux/a/reward/timeouts": 0}
 
 
 def test_all_processes_raise_where_the_rewards_of_one_failed(monkeypatch, pool):

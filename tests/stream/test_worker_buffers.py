@@ -42,6 +42,7 @@ from distflow_jax.stream.links.buffer_addresses import (
     BufferAddresses,
     addresses,
     forget_end,
+    mark_end,
     read_addresses,
     start_before,
 )
@@ -287,6 +288,15 @@ def test_a_run_that_goes_on_after_its_end_is_waited_for(tmp_path):
     BufferAddresses("a2", ("127.0.0.1:1",)).write(tmp_path)
     forget_end(tmp_path)  # one that was killed: workers that know its attempt keep their samples
     assert start_before(tmp_path) == "a2"
+
+
+def test_a_run_that_is_finished_tells_workers_so(tmp_path):
+    """Its last start may have failed after its last checkpoint."""
+    mark_end(tmp_path)  # a run without workers
+    assert read_addresses(tmp_path) is None
+    BufferAddresses("a1", ("127.0.0.1:1",)).write(tmp_path)
+    mark_end(tmp_path)
+    assert read_addresses(tmp_path) == BufferAddresses("a1", ("127.0.0.1:1",), ended=True)
 
 
 def test_a_worker_with_another_token_hears_so_with_one_address(tmp_path, monkeypatch):

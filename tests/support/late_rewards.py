@@ -22,6 +22,13 @@ def hangs_once(data_source, solution_str, ground_truth, extra_info=None, *, call
     return float(len(solution_str) % 2)
 
 
+def judges_training(data_source, solution_str, ground_truth, extra_info=None):
+    """Every evaluation fails, as if its judge were down."""
+    if data_source == "judged":
+        raise ConnectionError("the judge is down")
+    return float(len(solution_str) % 2)
+
+
 def raises_later(data_source, solution_str, ground_truth, extra_info=None, *, calls, enough):
     """All calls after enough of them raise."""
     if _number(calls) > enough:

@@ -1,8 +1,8 @@
 """Units after a number: whether the units of two answers contradict each other.
 
-A unit of the table is the same under each of its names. Two units of which one is not in the table
-are taken to be the same if words of both begin with the same letter: "ways", "different ways".
-Exponents and denominators are compared if both units have one.
+Two units of the table do unless they are one under other names. Of two units of which one is not in
+the table the first letters of words decide: "ways" and "different ways" agree, "apples" and
+"oranges" do not. Powers are compared if both are written, denominators if both are in the table.
 """
 
 import re
@@ -28,34 +28,40 @@ _EXPONENT = r"(?:\^\{?(\d)\}?)?"
 _UNIT = re.compile(
     r"[\d}] ?\\(?:text|mathrm) ?\{ ?(?!and\b|or\b)([A-Za-z][^{}^\d]*)"
     rf"{_EXPONENT}[ .]*\}}{_EXPONENT}"
-    rf"|\d (?!and\b|or\b)([A-Za-z][A-Za-z./ ]*){_EXPONENT}$"
 )
+# without a command all of the text is a number and its unit: x^2 y^2 has none
+_PLAIN = re.compile(rf"-?[\d.,/ ]*\d (?!and\b|or\b)([A-Za-z][A-Za-z./ ]*){_EXPONENT}")
 _DOLLARS = re.compile(r"\s*-?\s*\\\$\s?-?[\d.]")
 
 
 class AnswerUnit(NamedTuple):
     """A unit as it is written."""
 
-    words: tuple[str, ...]  # in lower case, by the names of the table; without those of the power
-    power: int | None  # 2 for square feet and cm^2; None if it is not written
-    below: str  # the denominator, after "per" or a slash; "" without one
+    words: tuple[str, ...]  # in lower case, by the names of the table; without those of a power
+    power: int | None  # 2 for square feet and cm^2; None if it is not written, or with `below`
+    below: str  # the denominator in the table, after "per" or a slash; "" without one
+    by_sign: bool = False  # $: other words than names of the table say no unit ("each", "total")
 
 
 def unit_of(written: str, normal: str) -> AnswerUnit | None:
     """The unit of an answer, as it is written and in its normal form; None without one."""
     if _DOLLARS.match(written):
-        return AnswerUnit(("dollar",), None, "")
-    found = _UNIT.search(normal)
+        return AnswerUnit(("dollar",), None, "", by_sign=True)
+    found = _UNIT.search(normal) or _PLAIN.fullmatch(normal)
     if found is None:
         return None
-    text = (found[1] or found[4]).replace(".", " ").lower().strip()
-    above, _, below = re.sub(r"\s+per\s+", "/", _RATES.get(text, text)).partition("/")
+    text, *exponents = found.groups()
+    text = text.replace(".", " ").lower().strip()
+    above, *below = re.split(r"/|\s+per\s+", _RATES.get(text, text))
     words = above.split()
     powers = [_POWERS[word] for word in words if word in _POWERS]
-    powers += [int(digit) for digit in (found[2], found[3], found[5]) if digit]
+    powers += [int(digit) for digit in exponents if digit]
+    if len(words) > 1 and words[0] == "in":  # "in total"
+        return None
     rest = tuple(_ALIASES.get(word, word) for word in words if word not in _POWERS)
-    below = below.strip()
-    return AnswerUnit(rest, powers[0] if powers else None, _ALIASES.get(below, below))
+    names = [_ALIASES[word] for part in below[:1] for word in part.split() if word in _ALIASES]
+    power = powers[0] if powers and not below else None
+    return AnswerUnit(rest, power, names[0] if names else "")
 
 
 def contradict(one: AnswerUnit | None, other: AnswerUnit | None) -> bool:
@@ -71,5 +77,7 @@ def contradict(one: AnswerUnit | None, other: AnswerUnit | None) -> bool:
     ]
     if all(named):
         return named[0] != named[1]
+    if one.by_sign or other.by_sign:
+        return False
     initials = [{word[0] for word in unit.words} for unit in (one, other)]
     return all(initials) and not initials[0] & initials[1]

@@ -76,9 +76,12 @@ _SENTENCE = re.compile(r"([.!?](?=\s|$)|\n)")
 _TRAILING = " \t\n.,;:!?*_`(-"
 # what a sentence goes on with after an expression: "12, and the", "12, I think", "5 (a prime)"
 _BEGINS_CLAUSE = re.compile(
-    r"(?:[,;(]\s*|\s(?=and\b|or\b))(?:(?:(?:and|or)\b\s*)?a?|(?:and\s+)?I)\s*\Z"
+    r"(?:[,;(]\s*(?:(?:and|or)\b\s*)?(?:a|I)?|\s(?:and\b(?:\s+I)?|or\b))\s*\Z"
 )
-_CLAUSE = re.compile(r"\s+(?!(?:half|quarter|third|where)\b)[A-Za-z]")
+_CLAUSE = re.compile(  # not "3 and a half", nor "(t, a for all a", whose a is no article
+    r"\s+(?!(?:half|quarter|third|fourth|fifth|sixth|seventh|eighth|ninth|tenth|bit|few|little"
+    r"|for|where|when|if|with|which|is|are)\b)[A-Za-z]"
+)
 _PREMISE = re.compile(r"(?i)\b(?:let|suppose|assume|if|given|since|because)\s+(?:that\s+)?\W*\Z")
 _END_OF_PROOF = re.compile(r"\${0,2}\\(?:blacksquare|square|Box|qed)(?![A-Za-z])\${0,2}")
 _GOES_ON = re.compile(r"(?i)\W*(?:and|but|or|so|then|now|wait|which|since|if|when|where|let|we)\b")

@@ -60,6 +60,13 @@ def forget_end(folder: pathlib.Path) -> None:
             (folder / FILE).unlink(missing_ok=True)
 
 
+def mark_end(folder: pathlib.Path) -> None:
+    """Marks the file of a finished run as ended: its last start may have failed before it did."""
+    with contextlib.suppress(ValueError):  # no worker can read it either
+        if (found := read_addresses(folder)) and not found.ended:
+            dataclasses.replace(found, ended=True).write(folder)
+
+
 def addresses(join: str) -> tuple[str, ...]:
     """The addresses of --join=HOST:PORT[,HOST:PORT]; () if it names a folder."""
     refuse_bucket("--join", join)
