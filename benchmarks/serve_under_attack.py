@@ -71,7 +71,7 @@ GARBAGE = [
 
 @dataclasses.dataclass
 class Found:
-    """What 12 threads found in slices of one kind."""
+    """Measurements of 12 threads in slices of one kind, peace or attack."""
 
     # seconds of small requests, by protocol
     seconds: dict[str, list[float]] = dataclasses.field(
@@ -170,9 +170,9 @@ class Attackers:
             found.wrong.append(f"{QUESTIONS[i]!r}: {answer!r} is not {self._alone[protocol, i]!r}")
 
     def _answer(self, protocol: str, i: int) -> tuple[str, list[int]]:
-        """That to a small request: text, and tokens by our own protocol.
+        """The answer to small request `i`: its text, and its tokens by our own protocol.
 
-        There it is sampled at temperature 1 where i is odd: the uid decides what is drawn.
+        By that protocol, odd requests are sampled at temperature 1: the uid decides the draw.
         """
         if protocol == "Sample":
             (answer,) = self.client.responses(
@@ -275,7 +275,7 @@ def address_of(process: subprocess.Popen, log: pathlib.Path) -> str:
 
 
 def measure(seconds: float, slice_seconds: float, log: pathlib.Path) -> tuple[Found, Found]:
-    """What slices of peace and of attack in turn found, `seconds` of attack in all.
+    """Measurements in peace and under attack, in slices by turns; `seconds` of attack in total.
 
     RuntimeError if the server does not end in order.
     """

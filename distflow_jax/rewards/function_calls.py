@@ -215,6 +215,6 @@ def _numbers(entries: Mapping[Any, Any]) -> dict[str, float]:
     numbers = {name: number for name, number in found.items() if number is not None}
     if taken := sorted(OF_RUN & numbers.keys()):
         raise ValueError(
-            f"the reward function logs {taken[0]!r}, which the run counts: choose another name"
+            f"the reward function logs {taken[0]!r}, a name of the run: choose another"
         )
     return numbers

@@ -98,7 +98,7 @@ def load_reward(
     Raises:
       ValueError, FileNotFoundError: no such function (the message names the nearest), importing
         its module raised, a signature of no known form, an argument in `kwargs` that no function
-        takes, another number of weights than of functions, or the name of a count of the run.
+        takes, another number of weights than of functions, or a name of OF_RUN.
     """
     if ":" not in spec:
         example = "my_module:my_function or path/to/file.py:my_function"
@@ -122,8 +122,8 @@ def load_reward(
     for part in found:
         if part.name in OF_RUN and len(found) > 1:  # whose scores are logged by their names
             raise ValueError(
-                f"{part.name!r} of reward function {spec!r} has a name that the run counts: "
-                "choose another"
+                f"{part.name!r} of reward function {spec!r} has a name under which the run logs "
+                "a number itself: choose another"
             )
         _check_signature(part, spec if len(found) == 1 else part.name, kwargs)
     _check_kwargs(found, spec, kwargs)

@@ -130,7 +130,7 @@ def test_a_function_may_not_log_what_the_run_logs(name, tmp_path):
         log_metric(name, 7)
         return [1.0 for _ in completions]
 
-    wrong = f"the reward function logs {name!r}, which the run counts: choose another name"
+    wrong = f"the reward function logs {name!r}, a name of the run: choose another"
     for function in (lambda solution_str: {"score": 1.0, name: 7}, batch):
         (result,) = scored(function, "a")
         assert wrong in result.error and result.score == -1.0
@@ -138,7 +138,9 @@ def test_a_function_may_not_log_what_the_run_logs(name, tmp_path):
     file = tmp_path / "named.py"
     file.write_text(f"def fine(solution_str): return 1\ndef {name}(solution_str): return 1\n")
     assert load_reward(f"{file}:{name}", {}).kind == "row"
-    with pytest.raises(ValueError, match=f"'{name}' of reward .* has a name that the run counts"):
+    with pytest.raises(
+        ValueError, match=f"'{name}' of reward .* has a name under which the run logs"
+    ):
         load_reward(f"{file}:fine,{name}", {})
 
 
